@@ -9,6 +9,7 @@
     fabric       Lightning Fabric, as it comes: likewise
     ours         lockstep.DistributedDataParallel on shm, which `lockstep.init` takes by itself
     ours-gloo    the same on Gloo
+    ours-alone   lockstep's for a rank that is alone, with all that it does among many: without a hook it does nothing
     ours-zero    lockstep.DistributedDataParallel on shm with lockstep.ZeroRedundancyOptimizer
     dp           lockstep.DataParallel: the batches of all ranks in one process, on as many CPU devices as ranks
     single       one process and one core for the batches of all ranks
@@ -31,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import lockstep
 from bench.models import Batch, Workload, loss_of
 from lockstep.comm.shm.process_group import ShmProcessGroup
+from lockstep.parallel.ddp.comm_hooks import AllReduceMean
 
 LEARNING_RATE = 1e-4
 CPU = torch.device("cpu")
@@ -127,6 +129,12 @@ def ours_gloo(model: nn.Module, ranks: Ranks) -> Step:
     return plain_step(lockstep.DistributedDataParallel(model, process_group=ranks.gloo), adamw(model, ranks))
 
 
+def ours_alone(model: nn.Module, ranks: Ranks) -> Step:
+    wrapped = lockstep.DistributedDataParallel(model, process_group=ranks.shm)
+    wrapped.reducer.set_reduction(AllReduceMean(ranks.shm))
+    return plain_step(wrapped, adamw(model, ranks))
+
+
 def ours_zero(model: nn.Module, ranks: Ranks) -> Step:
     wrapped = lockstep.DistributedDataParallel(model, process_group=ranks.shm)
     optimizer = lockstep.ZeroRedundancyOptimizer(
@@ -165,6 +173,7 @@ MAKE: dict[str, Callable[[nn.Module, Ranks], Step]] = {
     "fabric": fabric,
     "ours": ours,
     "ours-gloo": ours_gloo,
+    "ours-alone": ours_alone,
     "ours-zero": ours_zero,
     "dp": dp,
     "single": single,

@@ -308,11 +308,12 @@ def benchmark(options: argparse.Namespace) -> None:
 
     end = time.time() + options.seconds - END_S  # the clock that the ranks have, too
     names = list(gpu_steps.models_of(options.device))
-    replicated = names[:2] if options.count > 1 else []
     jobs: list[tuple[str, Callable[..., Any], tuple[Any, ...], int]] = [
         (name, gpu_steps.measure, (), options.count) for name in names
     ]
-    jobs += [(f"{name}, dp", gpu_steps.measure_replicas, (options.count,), 1) for name in replicated]
+    jobs += [
+        (f"{name}, dp", gpu_steps.measure_replicas, (options.count,), 1) for name in names[:2]
+    ]  # with one GPU, twice on it
     found: Section = {"problems": [], "reasons": {}, "models": {}, "left_out": [title for title, *_ in jobs]}
     write(options, found)
     for number, (title, measure, arguments, devices) in enumerate(jobs):
@@ -436,7 +437,7 @@ def not_proved(run: dict[str, Any], kind: str) -> list[str]:
         lines.append("Anything: no GPU took part; this was a trial of the script.")
     if gpus["number"] == 1:
         lines.append(
-            "Anything about several GPUs: gradients between ranks, overlap with backward, DataParallel, lost ranks."
+            "What several GPUs show and two ranks, or two replicas, on one do not: overlap with backward above all."
         )
     elif not gpus["nvlink"]:
         lines.append("Speed over NVLink: the GPUs are not connected by it, or nvidia-smi does not say so.")

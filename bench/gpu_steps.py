@@ -1,9 +1,11 @@
 """Training steps on all GPUs of this machine, for bench/gpu_proof.py: what synchronisation costs, ours and torch's.
 
     none, torch, torch-view, torch-zero, ours, ours-zero    see bench/contenders.py, with NCCL
+    ours-alone      on one GPU, where ``ours`` has nothing to reduce: with hooks, buckets and collectives like torch's
     fit             the loop of `lockstep.fit`: from batches in the memory of the host, with all that it does besides
     ..., captured   the whole step in a CUDA graph
-    dp, torch-dp    lockstep's and torch's DataParallel: one process, all GPUs, as many samples for each
+    dp, torch-dp    lockstep's and torch's DataParallel: one process, all GPUs, as many samples for each; where there is
+                    one GPU, it has two replicas, and ``single`` is the same batch without any
 
 All use AdamW(fused=True). A round gives each contender one turn of a few steps, in the same processes; the order
 rotates and every other round runs backwards. A turn begins and ends with a synchronisation of the device, and the
@@ -39,6 +41,8 @@ EAGER = ("none", "torch", "torch-view", "ours", "ours-zero", "torch-zero", "fit"
 CAPTURED = ("none", "torch", "ours")
 LEAN = ("none", "torch", "torch-view", "ours", "ours-zero")
 """For the model that is so large that each contender needs gigabytes."""
+ALONE = {"ours": "ours-alone"}
+"""What a single rank takes as well, and for the largest model instead."""
 LARGE, NOT_CAPTURED = "gpt 1B", ("gpt 1B", "gpt 124M, 16k tokens")
 """A graph keeps the memory of all activations."""
 BYTES_OF_LARGE = 14
@@ -217,12 +221,15 @@ def measure(name: str, kind: Kind, deadline: float) -> dict[str, Any]:
         workload = models_of(kind)[name]
         ranks = ranks_of(workload, world, control)
         found, runs = Contenders(world, control), []
-        contenders = EAGER
+        contenders, names = EAGER, CAPTURED
+        if world.world_size == 1:
+            contenders, names = (*EAGER, *ALONE.values()), (*CAPTURED, *ALONE.values())
         if name == LARGE:
             need = BYTES_OF_LARGE * sum(parameter.numel() for parameter in on_meta(workload).parameters())
             free = -slowest(-float(torch.cuda.mem_get_info(world.device)[0]), control)
-            contenders = LEAN[: int(free // need)] if free >= 2 * need else ()
-            found.missing = dict.fromkeys(LEAN[len(contenders) :], "not enough memory")
+            lean = [ALONE.get(each, each) if world.world_size == 1 else each for each in LEAN]
+            contenders = tuple(lean[: int(free // need)]) if free >= 2 * need else ()
+            found.missing = dict.fromkeys(lean[len(contenders) :], "not enough memory")
 
         def make_by_fit() -> Callable[[], object]:
             run, step = by_fit(workload, ranks, world)
@@ -233,7 +240,7 @@ def measure(name: str, kind: Kind, deadline: float) -> dict[str, Any]:
             found.add(
                 contender, make_by_fit if contender == "fit" else functools.partial(eager, contender, workload, ranks)
             )
-        for contender in CAPTURED if kind == "cuda" and name not in NOT_CAPTURED else ():
+        for contender in names if kind == "cuda" and name not in NOT_CAPTURED else ():
             found.add(f"{contender}, captured", functools.partial(captured, contender, workload, ranks))
         left_s = slowest(deadline - time.time(), control)
         figures = found.measure(name, left_s) if found.steps else {"missing": found.missing}
@@ -252,10 +259,10 @@ def on_meta(workload: Workload) -> nn.Module:
 
 
 def measure_replicas(name: str, kind: Kind, deadline: float, num_devices: int) -> dict[str, Any]:
-    """Return the figures of both classes DataParallel in this process, which uses all devices."""
+    """Return the figures of both classes DataParallel in this process, which uses all devices; a single one twice."""
     with join(kind) as world:
-        workload = models_of(kind)[name]
-        devices = [torch.device(kind, index) if kind != "cpu" else world.device for index in range(num_devices)]
+        workload, indices = models_of(kind)[name], range(num_devices) if num_devices > 1 else [0, 0]
+        devices = [torch.device(kind, index) if kind != "cpu" else world.device for index in indices]
         ranks = ranks_of(workload, world, world.group)  # type: ignore[arg-type]
         torch.manual_seed(1)
         parts = [workload.batch() for _ in devices]
@@ -281,7 +288,13 @@ def measure_replicas(name: str, kind: Kind, deadline: float, num_devices: int) -
             step = plain_step(wrapped, torch.optim.AdamW(model.parameters(), **ranks.options))
             return functools.partial(step, whole)  # type: ignore[arg-type]
 
+        def single() -> Callable[[], object]:
+            model = workload.model().to(devices[0])
+            return functools.partial(plain_step(model, torch.optim.AdamW(model.parameters(), **ranks.options)), whole)  # type: ignore[arg-type]
+
         found = Contenders(world, dist.new_group(backend="gloo"))
+        if num_devices == 1:
+            found.add("single", single)
         if kind == "cuda":  # torch's refuses the others
             found.add("torch-dp", torchs)
         found.add("dp", ours)

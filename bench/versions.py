@@ -154,11 +154,20 @@ class Ranks:
         ]
 
     def turn(self, count: int, contender: str, name: str) -> float:
-        """Return the seconds of one of ``count`` steps on the slower rank."""
-        for process in self.processes:
-            assert process.stdin is not None
-            print(json.dumps([count, contender, name]), file=process.stdin, flush=True)
-        return max(float(process.stdout.readline()) for process in self.processes if process.stdout is not None)
+        """Return the seconds of one of ``count`` steps on the slower rank.
+
+        Raises:
+            RuntimeError: A rank has ended.
+        """
+        answers = []
+        with contextlib.suppress(BrokenPipeError):
+            for process in self.processes:
+                assert process.stdin is not None and process.stdout is not None
+                print(json.dumps([count, contender, name]), file=process.stdin, flush=True)
+            answers = [process.stdout.readline() for process in self.processes if process.stdout is not None]
+        if not answers or not all(answers):
+            raise RuntimeError("A rank has ended; its error is above.")
+        return max(map(float, answers))
 
     def end(self) -> None:
         """End them."""

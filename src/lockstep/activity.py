@@ -6,6 +6,7 @@ the heartbeat reads them from a thread of its own.
 
 import contextlib
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -150,6 +151,11 @@ def one_line(error: BaseException) -> str:
     """Return the type of an exception and the first line of its text."""
     first = text_of(error).partition("\n")[0]
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def log(text: str) -> None:
+    """Print a line about the job, which is not an output of the user's program."""
+    print(f"lockstep: {text}", file=sys.stderr, flush=True)
 
 
 def name_of_bucket(names: Sequence[str]) -> str:

@@ -33,8 +33,7 @@ RESULT, ERROR = "result", "error"
 
 def current_run_folder() -> Path | None:
     """Return the folder of the run that this process is a rank of; ``None`` if no launcher of ours started it."""
-    name = os.environ.get(RUN_DIR)
-    return Path(name) if name is not None and os.path.isdir(name) else None
+    return Path(name) if (name := os.environ.get(RUN_DIR)) is not None and os.path.isdir(name) else None
 
 
 def rank_file(folder: str | os.PathLike[str], kind: str, rank: int | str) -> Path:
@@ -274,8 +273,7 @@ class Generation:
     @classmethod
     def read(cls, folder: Path) -> "Generation | None":
         """Return the newest generation; ``None`` if that is the first."""
-        content = read_object(folder / _GENERATION)
-        if not content:
+        if not (content := read_object(folder / _GENERATION)):
             return None
         ranks = {int(pid): rank for pid, rank in content["ranks"].items()}
         return cls(**content | {"ranks": ranks, "store": content["store"] and tuple(content["store"])})
@@ -309,8 +307,7 @@ class RecoveryReport:
     @classmethod
     def read(cls, folder: Path) -> "RecoveryReport | None":
         """Return the newest report; ``None`` if there is none."""
-        content = read_object(folder / _RECOVERED)
-        return cls(**content) if content else None
+        return cls(**content) if (content := read_object(folder / _RECOVERED)) else None
 
 
 @dataclass(frozen=True)
@@ -430,12 +427,11 @@ class TerminalRegion:
             if is_locked:
                 fcntl.flock(self._file, fcntl.LOCK_UN)
 
-    def _set_rows(self, rows: int) -> None:
+    def set_rows(self, rows: int) -> None:
+        """Set how many rows the view takes from now on; called inside `locked`."""
         with contextlib.suppress(OSError):  # the disk is full
             self._file.truncate(0)
             print(rows, file=self._file, flush=True)
-
-    rows = property(fset=_set_rows, doc="The rows that the view takes from now on; to be set inside `locked`.")
 
 
 def erase_rows(rows: int) -> str:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import lockstep
+from lockstep.errors import ConfigurationError
 from lockstep.train.settings import Settings
 from lockstep.train.trainer import Trainer
 from tests.models import soak
@@ -134,7 +135,7 @@ def test_a_run_interrupted_anywhere_and_continued_elsewhere_has_the_bits_of_one_
     assert outcome[1] == evaluations[-len(outcome[1]) :]
 
 
-def test_it_says_which_kernels_are_not_deterministic():
+def test_an_operation_without_a_deterministic_kernel_is_refused_by_name():
     def loss(model, batch):
         counts = torch.zeros(4, dtype=torch.float64).put_(torch.tensor([0, 1]), batch[0][0, :2].double())
         return model(batch[0]).square().mean() + counts.sum()
@@ -142,8 +143,12 @@ def test_it_says_which_kernels_are_not_deterministic():
     loop = Trainer(
         make_task(loss=loss), Settings(reproducible=2), Alone, strategy="single", devices=[torch.device("cpu")]
     )
-    with pytest.warns(UserWarning, match="put_ does not have a deterministic implementation"):
+    with pytest.raises(ConfigurationError) as caught:
         loop.step()
+    assert str(caught.value) == (
+        "reproducible: put_ does not have a deterministic implementation on this device, so each run would have other "
+        "bits.\nUse another operation, or omit reproducible."
+    )
     loop.close()
     assert not torch.are_deterministic_algorithms_enabled()
 

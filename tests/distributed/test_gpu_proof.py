@@ -11,8 +11,10 @@ import time
 import psutil
 import pytest
 import torch
+from torch.distributed.tensor.debug import CommDebugMode
 
 from bench import gpu_proof, gpu_steps, gpu_tests, gpu_waits
+from bench.models import TINY_GPU_MODELS
 from bench.report import gpu
 from tests.models import soak
 
@@ -175,7 +177,38 @@ def test_steps(ranks, name):
     first, second = ranks(2, warnings="default")(measure)
     assert first == second and first["missing"] == {}
     assert list(first["rounds_s"]) == list(gpu_steps.EAGER) == list(first["host_s"])
-    rows = gpu.table(name, first)[2:]
-    assert [row.split("|")[1].strip() for row in rows] == [
-        gpu.SHOWN[each] for each in gpu.SHOWN if each in gpu_steps.EAGER
-    ]
+    assert shown(name, first) == [gpu.SHOWN[each] for each in gpu.SHOWN if each in gpu_steps.EAGER]
+
+
+def shown(name, figures):
+    return [row.split("|")[1].strip() for row in gpu.table(name, figures)[2:]]
+
+
+def test_steps_of_one_rank(ranks):
+    """A rank that is alone is measured with its buckets and collectives, too, and two replicas of it."""
+
+    def measure(world):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(gpu_steps, "WARM_UP_STEPS", 3)
+            monkeypatch.setattr(gpu_steps, "MOST_STEPS", 2)
+            args = "2,000 tensors", "cpu", time.time()
+            return gpu_steps.measure(*args), gpu_steps.measure_replicas(*args, 1), counts_of_collectives(world)
+
+    [(steps, replicas, counts)] = ranks(1, warnings="default")(measure)
+    assert list(steps["rounds_s"]) == [*gpu_steps.EAGER, "ours-alone"]
+    assert gpu.SHOWN["ours-alone"] in shown("one", steps)
+    assert shown("two replicas", replicas) == [gpu.SHOWN["single"], gpu.SHOWN["dp"]]
+    assert counts["ours"] == counts["none"] == 0 < counts["ours-alone"]
+
+
+def counts_of_collectives(world):
+    """Return how many collectives a step of each contender calls."""
+    workload = TINY_GPU_MODELS["2,000 tensors"]
+    ranks, found = gpu_steps.ranks_of(workload, world, world.group), {}
+    for name in ("none", "ours", "ours-alone"):
+        trainee = gpu_steps.made(name, workload, ranks)
+        trainee.step(ranks.batches[0])
+        with CommDebugMode() as mode:
+            trainee.step(ranks.batches[0])
+        found[name] = mode.get_total_counts()
+    return found

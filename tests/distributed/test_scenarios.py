@@ -5,6 +5,7 @@ work with any number of ranks. A rank that is alone reduces its buckets all the 
 """
 
 import contextlib
+import copy
 import os
 import signal
 import tempfile
@@ -24,6 +25,7 @@ import lockstep
 from lockstep.accelerator import move
 from lockstep.errors import JobHangs, RankFailed
 from lockstep.launcher.api import launch_with
+from lockstep.launcher.output import LogSettings
 from lockstep.parallel.ddp.comm_hooks import AllReduceMean
 from tests.batchnorm import errors_of_steps
 from tests.models import FAMILIES, assert_gradients_equal, build, global_batch, relative_error, share, soak
@@ -31,6 +33,7 @@ from tests.training import make_task, samples
 
 NUM_STEPS = 3
 PER_RANK = 4
+NUM_STEPS_OF_BF16 = 100
 NUM_WARM_UP = 11
 """As torch asks for, before a wrapper's step is captured."""
 World = Any
@@ -47,7 +50,7 @@ def flat(tensors: Any) -> Tensor:
 
 def wrap(world: World, module: nn.Module, **options: Any) -> lockstep.DistributedDataParallel:
     """Return the engine; with small buckets, so that there are several."""
-    model = lockstep.DistributedDataParallel(module, bucket_cap_mb=0.0005, **options)
+    model = lockstep.DistributedDataParallel(module, **{"bucket_cap_mb": 0.0005, **options})
     if world.world_size == 1 and "compression" not in options:
         model.reducer.set_reduction(AllReduceMean(model.process_group))
     return model
@@ -117,6 +120,38 @@ def against_torch(
             assert relative_error(mine.double(), other.double()) < tolerance, parameter
     assert relative_error(weights.double(), expected_weights.double()) < tolerance
     assert_same_bits(world, weights)
+
+
+def in_bf16(world: World, *, weights: torch.dtype, autocast: bool, tolerance: float) -> None:
+    """Over many steps the loss falls as with torch's class; a rank that is alone has the same bits, as without either.
+
+    ``tolerance`` is relative, of each loss; two classes may round other sums of the same gradients.
+    """
+    device = world.device
+    torch.manual_seed(0)
+    first = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.LayerNorm(64), nn.Linear(64, 10))
+    data = torch.randn(4, 8 * world.world_size, 32), torch.randint(10, (4, 8 * world.world_size))
+    mine = on(device, tuple(part.chunk(world.world_size, 1)[world.rank] for part in data), weights)
+
+    def losses(wrap: Callable[[nn.Module], nn.Module]) -> Tensor:
+        model = wrap(move(copy.deepcopy(first).to(weights), device))
+        optimizer, found = torch.optim.AdamW(model.parameters(), lr=3e-3), []
+        for step in range(NUM_STEPS_OF_BF16):
+            optimizer.zero_grad()
+            inputs, targets = (part[step % 4] for part in mine)
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
+                loss = nn.functional.cross_entropy(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            found.append(loss.detach())
+        return torch.stack(found).double().cpu()
+
+    ours = losses(lambda module: wrap(world, module, bucket_cap_mb=25))
+    theirs = losses(lambda module: TorchDDP(module, device_ids=None if device.type == "cpu" else [device.index]))
+    assert ours[-4:].mean() < 0.5 * ours[:4].mean()
+    assert torch.allclose(ours, theirs, rtol=tolerance, atol=0), (ours / theirs - 1).abs().max()
+    if world.world_size == 1:
+        assert torch.equal(ours, theirs) and torch.equal(ours, losses(lambda module: module))
 
 
 # --- against one process on the whole batch --------------------------------------------------------------------------
@@ -372,10 +407,17 @@ LOST = {"stopped": signal.SIGSTOP, "killed": signal.SIGKILL}
 REPORTED_WITHIN_S = 60.0
 
 
-def launch_losing(num_ranks: int, how: str, device: str | None = None) -> None:
-    """A rank that a signal stops or kills in its fifth step ends the job, by name, while the others wait for it."""
+def launch_losing(
+    num_ranks: int, how: str, device: str | None = None, prepare: Callable[[], None] | None = None
+) -> None:
+    """A rank that a signal stops or kills in its fifth step ends the job, by name, while the others wait for it.
+
+    ``prepare`` is called in each rank before it joins the others.
+    """
 
     def train() -> None:
+        if prepare is not None:
+            prepare()
         calls = []
 
         def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
@@ -391,7 +433,7 @@ def launch_losing(num_ranks: int, how: str, device: str | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         began = Path(folder, "began")
         with pytest.raises(JobHangs if how == "stopped" else RankFailed) as caught:
-            launch_with(train, (), devices=num_ranks, timeout_s=200.0, watchdog_s=6.0)
+            launch_with(train, (), devices=num_ranks, timeout_s=200.0, watchdog_s=6.0, logs=LogSettings(merges=False))
         waited_s = time.time() - began.stat().st_mtime
     last = num_ranks - 1
     what = f"rank {last} was stopped by a signal (SIGSTOP)" if how == "stopped" else f"Rank {last} was killed"
@@ -413,6 +455,8 @@ SCENARIOS: dict[str, Callable[[World], None]] = {
     "torch's gradients, fp16 autocast": partial(
         against_torch, name="mlp", dtype=torch.float32, autocast=torch.float16, tolerance=2**-9
     ),
+    "100 steps, bf16 autocast": partial(in_bf16, weights=torch.float32, autocast=True, tolerance=0.02),
+    "100 steps, bfloat16 weights": partial(in_bf16, weights=torch.bfloat16, autocast=False, tolerance=0.1),
     **{f"weights, {name}": partial(uneven, name=name) for name in ("mlp", "transformer", "reused")},
     "zero": partial(zero, name="cnn", shard_gradients=False),
     "zero, overlapping": partial(zero, name="mlp", shard_gradients=False, overlaps=True),
@@ -429,6 +473,7 @@ SCENARIOS: dict[str, Callable[[World], None]] = {
 ALIKE = (
     "torch's gradients, float32",
     "torch's gradients, bf16 autocast",
+    "100 steps, bf16 autocast",
     "torch's gradients, mlp",  # as without no_sync
     "torch's gradients, cnn",
     "weights, mlp",

@@ -1,5 +1,9 @@
 """The scenarios of tests/distributed on all GPUs over NCCL: a world of one on one GPU, real ranks on several."""
 
+import os
+import shutil
+import time
+
 import pytest
 import torch
 
@@ -9,15 +13,27 @@ from tests.distributed.test_scenarios import LOST, SCENARIOS, launch_losing, one
 
 pytestmark = pytest.mark.timeout(600)
 
+JOB_S, LEAST_S = 240.0, 10.0
+"""For all scenarios; and what a job needs at least: ranks start."""
 
-@pytest.fixture(scope="module")
-def failures(on_gpus, tmp_path_factory):
-    """Run all scenarios in one job; after one that fails, the rest in a new job. Return the errors by name."""
-    left, found = list(SCENARIOS), {}
+
+def failures_of(run, tmp_path_factory, seconds, names=SCENARIOS):
+    """Run all scenarios in one job; after one that fails, the rest in a new job. Return the errors by name.
+
+    Args:
+        run: ``run(fn, *args, timeout_s=...)`` runs ``fn(world, *args)`` on each rank.
+        tmp_path_factory: The fixture.
+        seconds: For all jobs together; the tests of the scenarios that there is no time for are skipped.
+        names: Which scenarios.
+    """
+    left, found, end = list(names), {}, time.monotonic() + seconds
     while left:
         folder = tmp_path_factory.mktemp("passed")
+        if (left_s := end - time.monotonic()) < LEAST_S:
+            found |= dict.fromkeys(left, pytest.skip.Exception(f"the {seconds:g} s for the scenarios are over"))
+            break
         try:
-            on_gpus(run_in_turn, left, str(folder))
+            run(run_in_turn, left, str(folder), timeout_s=left_s)
         except LockstepError as error:
             num_passed = len(list(folder.iterdir()))
             found[left[num_passed]] = error
@@ -25,6 +41,11 @@ def failures(on_gpus, tmp_path_factory):
         else:
             break
     return found
+
+
+@pytest.fixture(scope="module")
+def failures(on_gpus, tmp_path_factory):
+    return failures_of(on_gpus, tmp_path_factory, JOB_S)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -35,6 +56,9 @@ def test_all_gpus(failures, name):
 
 def test_compiled_by_the_inductor(on_gpus):
     pytest.importorskip("triton")
+    # Triton compiles what launches its kernels.
+    if not any(map(shutil.which, [os.environ.get("CC", "cc"), "gcc", "clang"])):
+        pytest.skip("needs a C compiler")
     from tests.distributed.test_scenarios import compiled
 
     on_gpus(compiled, "inductor")

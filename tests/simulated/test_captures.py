@@ -1,14 +1,17 @@
 """Graphs that are captured while a loop is recorded: nothing of ours breaks them, and they are not recorded."""
 
+import contextlib
 import ctypes
 import math
 import threading
 
+import pytest
 import torch
 from torch import nn
 
 import lockstep
 from lockstep import accelerator
+from lockstep.errors import ConfigurationError
 from lockstep.study.report.view import view_run
 
 
@@ -17,17 +20,26 @@ def capturing_on_sim(device):
     return device.type == "sim" and torch.sim.is_current_stream_capturing()
 
 
-def test_a_capture_in_a_loop_that_is_recorded(on_sim, tmp_path, monkeypatch):
+@contextlib.contextmanager
+def seen_by_lockstep():
+    """Inside, Lockstep knows when the simulated device captures."""
+    from lockstep.observe import steps
+    from lockstep.parallel.ddp import bucket_events, reducer, weighting
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for module in (steps, bucket_events, reducer, weighting):
+            monkeypatch.setattr(module, "is_capturing", capturing_on_sim)
+        yield monkeypatch
+
+
+def test_a_capture_in_a_loop_that_is_recorded(on_sim, tmp_path):
     def run(world):
-        from lockstep.observe import steps
-        from lockstep.parallel.ddp import bucket_events, reducer, weighting
         from lockstep.telemetry import recorder
 
-        # The simulated device has no mode in which another thread may ask during a capture, as CUDA has.
-        recorder._FIRST_S = recorder.PERIOD_S = 3600.0
-        for module in (steps, bucket_events, reducer, weighting):
-            module.is_capturing = capturing_on_sim
-        try:
+        with seen_by_lockstep() as monkeypatch:
+            # The simulated device has no mode in which another thread may ask during a capture, as CUDA has.
+            monkeypatch.setattr(recorder, "_FIRST_S", 3600.0)
+            monkeypatch.setattr(recorder, "PERIOD_S", 3600.0)
             torch.manual_seed(0)
             device = world.device
             model = lockstep.DistributedDataParallel(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4)).to(device))
@@ -51,15 +63,46 @@ def test_a_capture_in_a_loop_that_is_recorded(on_sim, tmp_path, monkeypatch):
                 num_steps = watch.num_steps
                 step()
             return num_steps, watch.num_steps
-        finally:
-            for module in (steps, bucket_events, reducer, weighting):
-                module.is_capturing = accelerator.is_capturing
-            recorder._FIRST_S, recorder.PERIOD_S = 0.3, 1.0
 
     assert on_sim(2)(run) == [(6, 7)] * 2
     for record in view_run(tmp_path).run.ranks.values():
         assert [step.step for step in record.steps] == list(range(7))
         assert all(math.isfinite(step.loss) and step.times.exposed_s is not None for step in record.steps)
+
+
+def test_a_capture_with_an_unused_parameter_ends_with_its_own_error(on_sim):
+    """Not with that of the device, about streams that were not joined."""
+
+    def run(world):
+        torch.manual_seed(0)
+        layers = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)]).to(world.device)
+        model = lockstep.DistributedDataParallel(OnlyFirst(layers), bucket_cap_mb=1e-5)
+
+        def step():
+            model.zero_grad()
+            model(torch.ones(2, 6, device=world.device)).square().mean().backward()
+
+        with seen_by_lockstep():
+            for _ in range(6):
+                step()
+            torch.sim.synchronize()
+            with pytest.raises(ConfigurationError) as caught, torch.sim.capturing():
+                step()
+        assert str(caught.value) == (
+            "Parameter layers.1.bias received no gradient in a step that is captured in a CUDA graph.\n"
+            "Freeze what is not used (requires_grad_(False)) before wrapping, or train eagerly."
+        )
+
+    on_sim(2)(run)
+
+
+class OnlyFirst(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, inputs):
+        return self.layers[0](inputs)
 
 
 class Runtime:

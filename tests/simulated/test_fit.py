@@ -224,7 +224,9 @@ def test_a_run_goes_on_from_its_checkpoint_and_records_itself(on_sim, strategy, 
         assert all(line.figures["memory_peak_bytes"] > 0 for line in record.machine)
 
 
-@pytest.mark.parametrize("name", ["convolutions", *soak(["language", "moody", "stream", "half precision"])])
+@pytest.mark.parametrize(
+    "name", ["convolutions", "attention", *soak(["language", "moody", "stream", "half precision"])]
+)
 def test_reproducible_runs_have_the_same_bits_on_any_number_of_devices(on_sim, name):
     def alone(world):
         return train_for_bits(Alone, name, "single", 1, device=world.device, reproducible=4)
@@ -314,3 +316,28 @@ def test_a_model_of_the_meta_device_gets_its_memory_on_the_device(on_sim, ranks,
     ((expected, _),) = ranks(1)(lambda world: (steps_of(world, task, "single")[0], None))
     for whole, parts in on_sim(1 if strategy == "single" else 2)(both):
         assert whole == pytest.approx(expected, rel=1e-11) and parts == pytest.approx(whole, rel=1e-12)
+
+
+def step_again(world):
+    """Interrupt the third step before its update, as the loss of another rank does; return the losses of all."""
+    trainer = Trainer(make_task(), Settings(), world, strategy="ddp", devices=[world.device])
+    losses, calls = [], []
+
+    def lose_once():
+        calls.append(1)
+        if len(calls) == 3:
+            raise ValueError("lost")
+
+    trainer.before_update = lose_once
+    while len(losses) < NUM_STEPS:
+        try:
+            losses.append(float(trainer.step().loss))
+        except ValueError:
+            trainer.restore()
+    trainer.close()
+    return losses
+
+
+def test_a_step_that_is_done_again_does_not_lose_the_batch_after_it(on_sim):
+    """It was copied to the device meanwhile."""
+    assert on_sim(1)(step_again) == [pytest.approx(whole_batch(make_task(), NUM_STEPS)["losses"], rel=1e-10)]

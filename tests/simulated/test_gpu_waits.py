@@ -45,6 +45,5 @@ def test_steps_wait_for_no_stream(on_sim, name):
     assert on_sim(2)(waits_of_steps, name) == [[]] * 2
 
 
-@pytest.mark.xfail(strict=True, reason="the device is seeded anew in each step, and cuDNN's dropout state with it")
 def test_steps_of_an_lstm_with_dropout_wait_for_no_stream(on_sim):
     assert on_sim(2)(waits_of_steps, "LSTM with dropout") == [[]] * 2

@@ -6,9 +6,11 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lockstep import accelerator, activity
 from lockstep.telemetry.heartbeat import recorded_call
+from lockstep.train.recovery import exchange_state
 
 
 def current_device_of_a_thread(world):
@@ -101,3 +103,14 @@ def leave_after_a_failure(world, folder):
 def test_nobody_waits_for_the_others_once_a_rank_has_failed(on_sim, tmp_path):
     how = on_sim(3)(leave_after_a_failure, tmp_path)
     assert how == [[{"abort": True, "at_exit": False}]] * 3
+
+
+def exchange(world):
+    """Send a state from rank 1 to rank 0 over a group that serves the device only, as NCCL's does."""
+    state = {"weight": torch.arange(6.0, device=world.device), "step": 3} if world.rank == 1 else {}
+    received, _ = exchange_state(state, 1, 0, dist.new_group(), world.device)
+    return [(str(each.device), each.tolist()) for each in received.values() if isinstance(each, torch.Tensor)]
+
+
+def test_a_state_is_sent_between_devices(on_sim):
+    assert on_sim(2)(exchange) == [[("sim:0", [0.0, 1.0, 2.0, 3.0, 4.0, 5.0])], []]

@@ -28,9 +28,7 @@ void init_dropout_state(at::Device device) {
   if (!take_reset_rnn_state(device.index()))
     return;
   const int stream = current_stream(device.index());
-  Launch("aten::random_", stream).start();
-  count_copy("device to host", sizeof(int64_t), here("aten::_local_scalar_dense"));
-  synchronize_stream(stream, "the dropout state of an RNN", "item");
+  at::zeros({}, at::TensorOptions().dtype(at::kLong).device(device)).item<int64_t>();
   Launch("aten::_cudnn_init_dropout_state", stream).start();
 }
 

@@ -12,9 +12,9 @@ from lockstep.parallel.ddp.weighting import check_weight, encode_message, refuse
 
 @pytest.mark.parametrize(("world_size", "length"), [(8, 7), (9, 8)])
 def test_a_message_is_a_weight_two_flags_and_a_number_per_two_ranks(world_size, length):
-    assert encode_message(0, world_size, 2.5, is_weighed=True) == [2.5, 1.0] + [0.0] * (length - 2)
+    assert encode_message(0, world_size, 2.5, is_weighed=True) == (2.5, 1.0, *[0.0] * (length - 2))
     last = encode_message(world_size - 1, world_size, is_missing=True)
-    assert last == [0.0] * (length - 1) + [float(16 ** ((world_size - 1) % 2))]
+    assert last == (*[0.0] * (length - 1), float(16 ** ((world_size - 1) % 2)))
 
 
 def add_up(missing, world_size, dtype):

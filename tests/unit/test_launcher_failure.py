@@ -248,7 +248,7 @@ def test_a_rank_that_ended_normally_while_others_trained_is_the_cause(tmp_path, 
     if was_stopped:
         failures[1] = ProcessFailure(1, 71, -signal.SIGTERM, "")
     exits = rank_exits(failures, {71: 40}, {70: 35, 71: 45}, tmp_path, Resources())
-    error = job_error(exits, range(2), hang="", store=None, num_nodes=1)
+    error = job_error(exits, range(2), hang="", store=None, num_nodes=1, num_replaced=0)
     assert (str(error), error.rank) == (
         "Rank 1 ended normally after 50 optimizer steps while rank 0 was still training (/x/train.py:7).\n"
         f"{EARLY}\nAt /x/train.py:4, on {HOST}, PID 71.\n\nrank 0 (PID 70): {GONE} (/x/train.py:7)",
@@ -391,7 +391,7 @@ class OtherMachine:
 
 def test_the_report_of_another_machine_begins_with_the_cause():
     noticed = ended(0, 1, message="Connection closed by peer", record={"where": "/x/a.py:1"})
-    error = job_error([noticed], range(2), hang="", store=OtherMachine(), num_nodes=2)
+    error = job_error([noticed], range(2), hang="", store=OtherMachine(), num_nodes=2, num_replaced=0)
     assert (type(error), error.rank) == (RankFailed, 5)
     assert str(error) == (
         "Rank 5 failed: ValueError: boom\nAt a.py:3, on host1.\nThe report of that machine has more.\n\n"

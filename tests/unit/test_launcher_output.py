@@ -132,7 +132,7 @@ def test_the_launcher_erases_the_live_view_before_it_prints(tmp_path, capsys, mo
             region = TerminalRegion(tmp_path)
             with region.locked() as rows:
                 assert rows == 0
-                region.rows = 3  # as rank zero does after drawing
+                region.set_rows(3)  # as rank zero does after drawing
             write(tmp_path, "stdout", 0, b"hello\n")
             text = b""
             while b"hello" not in text:

@@ -191,11 +191,11 @@ def test_a_view_on_the_launchers_terminal_shares_it(tmp_path, monkeypatch):
         assert (rows, len(shown), shown[0][:14]) == (7, 7, f"step {step}/1,000")
         assert screen.cursor == (7, 0), "a prompt would stand below it"
     with region.locked():
-        region.rows = -1
+        region.set_rows(-1)
     view.update(snapshot(0.010, 0.019, step=252))
     assert look()[1][0].startswith("step 251/")
     with region.locked():
-        region.rows = 7
+        region.set_rows(7)
     view.close()
     assert look() == (0, [])
     region.close()

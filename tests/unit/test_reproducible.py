@@ -153,18 +153,20 @@ def test_settings_that_do_not_go_together():
     ) == ("reproducible is for strategy single, dp, ddp, but the strategy is torch-ddp.\nOmit reproducible.")
 
 
-def test_the_arithmetic_of_the_process_is_left_as_it_was():
-    before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+def arithmetic():
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    return torch.get_num_threads(), torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark, fills
+
+
+@pytest.mark.parametrize("mode", ["default", "warn"])
+def test_the_arithmetic_of_the_process_is_left_as_it_was(mode):
+    torch.set_deterministic_debug_mode(mode)
+    before = arithmetic()
     with pytest.raises(ZeroDivisionError), Arithmetic(threads=before[0] + 1, deterministic=True).applied():
-        assert torch.get_num_threads() == before[0] + 1
-        assert torch.are_deterministic_algorithms_enabled()
-        assert torch.is_deterministic_algorithms_warn_only_enabled()
+        assert arithmetic() == (before[0] + 1, 2, False, False)  # an operation that has no order of sums is an error
         raise ZeroDivisionError
-    assert before == (
-        torch.get_num_threads(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.backends.cudnn.benchmark,
-    )
+    assert arithmetic() == before
+    torch.set_deterministic_debug_mode("default")
 
 
 def test_a_setting_that_cublas_may_have_read_before_is_a_caveat(monkeypatch):

@@ -54,7 +54,7 @@ def scale(each, used, divisor):
 def test_without_weights_gradients_are_divided_by_the_divisor_or_left_to_the_hook():
     each = Weights(Group(), CPU)
     each.num_updates = 1
-    message = [0.0, 0.0, 0.0, 80.0, 0.0]  # rank 1 gave none, and made one update
+    message = (0.0, 0.0, 0.0, 80.0, 0.0)  # rank 1 gave none, and made one update
     assert each.scale([0], {0}, 3.0) == GradientScale(1 / 3, 1 / 3, message)
     assert each.scale([0], {0}, None) == GradientScale(1.0, 1.0, message)
     assert each.scale([0], {0}, None, carries=False) == GradientScale(1.0, 1.0)
@@ -62,11 +62,11 @@ def test_without_weights_gradients_are_divided_by_the_divisor_or_left_to_the_hoo
 
 def test_gradients_leave_with_the_latest_weight_over_the_typical_one():
     each, used = weighed(6.0, 2.0)
-    assert scale(each, used, 99.0) == (2 / 4, 8 / 4, [8.0, 1.0, *[0.0] * 3])
-    assert scale(each, used, None) == (2.0, 8.0, [8.0, 1.0, *[0.0] * 3])
+    assert scale(each, used, 99.0) == (2 / 4, 8 / 4, (8.0, 1.0, *[0.0] * 3))
+    assert scale(each, used, None) == (2.0, 8.0, (8.0, 1.0, *[0.0] * 3))
     assert correction(each, bucket(40.0)) == 4 / 40
     # From now on the typical weight is 10.
-    assert scale(each, used, 99.0) == (2 / 40, 8 / 40, [0.8, 1.0, *[0.0] * 3])
+    assert scale(each, used, 99.0) == (2 / 40, 8 / 40, (0.8, 1.0, *[0.0] * 3))
     assert correction(each, bucket(4.0)) == 1.0
     assert correction(each, bucket(5.0)) == 0.8
 
@@ -75,7 +75,7 @@ def test_weights_that_sum_to_zero_change_nothing():
     each, _ = weighed(0.0)
     assert correction(each, bucket(8.0)) == 0.5
     assert correction(each, bucket(0.0)) == 1.0
-    assert each.message() == [0.0, 1.0, *[0.0] * 3]
+    assert each.message() == (0.0, 1.0, *[0.0] * 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -83,7 +83,7 @@ def test_narrow_dtypes_tell_that_there_are_weights_but_not_which(dtype):
     each, _ = weighed(2.0)
     with mock.patch.object(each, "_exchange", return_value=torch.tensor([8.0, 3.0, 0.0, 0.0])) as exchange:
         assert correction(each, bucket(9.0, dtype)) == 0.5
-        exchange.assert_called_once_with([2.0, 1.0, *[0.0] * 3])
+        exchange.assert_called_once_with((2.0, 1.0, *[0.0] * 3))
         assert correction(each, bucket(0.0, dtype)) == 1.0
         with pytest.raises(ConfigurationError, match="rank 0 ran a backward without one"):
             correction(each, bucket(8.0, dtype, missing=1.0))

@@ -7,7 +7,6 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from pkgutil import resolve_name
 from typing import Any, cast
 
@@ -112,6 +111,17 @@ def _end_at_once(code: int) -> None:
         os._exit(code)
 
 
+def _explain_flag(error: click.NoSuchOption) -> click.UsageError:
+    """Return the error about an unknown flag, with the flag of the command that was probably meant."""
+    from lockstep.train.settings import suggest  # not for a help without an error
+
+    named = error.ctx.command.params if error.ctx is not None else []
+    flags = {flag.strip("-").replace("-", "_"): flag for each in named for flag in each.opts}
+    # Click's own suggestions go by spelling alone.
+    hint = suggest(error.option_name, flags)
+    return click.UsageError(f"No such option '{error.option_name}'. {hint}".rstrip(), error.ctx)
+
+
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code.
 
@@ -128,7 +138,7 @@ def main(args: Sequence[str] | None = None) -> int:
         return code
     except click.ClickException as error:
         if isinstance(error, click.NoSuchOption):
-            error = import_module("lockstep.cli.train").explain_flag(error)
+            error = _explain_flag(error)
         error.show()
         return error.exit_code
     except LockstepError as error:

@@ -13,6 +13,7 @@ import click
 
 from lockstep.cli import INTERRUPTED, command
 from lockstep.cli.train import settings_options
+from lockstep.env import RankEnv
 from lockstep.errors import EXIT_CODE, ConfigurationError
 from lockstep.launcher import fork_server
 from lockstep.run_folder import hide_secrets
@@ -45,6 +46,15 @@ def check_writable(*files: str | None) -> None:
             raise ConfigurationError(f"{path} cannot be written: {error.strerror}.\nName another file.") from error
         if is_new:
             path.unlink()
+
+
+def _check_outputs(json_file: str | None, html_file: str | None) -> None:
+    """Try what would fail at the end, as the measuring takes minutes."""
+    check_writable(json_file, html_file)
+    if html_file is not None:
+        from lockstep.study.drawing import import_matplotlib
+
+        import_matplotlib()
 
 
 def write(what: str, file: str | None, text: str) -> None:
@@ -85,7 +95,7 @@ _COMPARED = ("seed", "global_batch_size", "precision", "workers")
 @_PRICE
 @_JSON
 @_HTML
-def compare(task_file: str, strategies: str | None, json_file: str | None, html_file: str | None, **how: Any) -> None:
+def compare(task_file: str, json_file: str | None, html_file: str | None, **how: Any) -> None:
     """Train the task of TASK.py on one device, with DataParallel and DistributedDataParallel, ours and torch's.
 
     All see the same samples from the same weights and take turns, so that a busy machine hits all alike. Ends in a
@@ -100,21 +110,13 @@ def compare(task_file: str, strategies: str | None, json_file: str | None, html_
           two strategies, more rounds: a narrower spread
     """
     from lockstep.study.compare import benchmark, comparison
-    from lockstep.study.drawing import import_matplotlib
     from lockstep.telemetry import provenance
 
-    # What would fail at the end is tried first: the measuring takes minutes.
-    check_writable(json_file, html_file)
-    if html_file is not None:
-        import_matplotlib()
+    _check_outputs(json_file, html_file)
     how["devices"] = _num_devices(how["devices"])
-    measured = benchmark.compare(
-        task_file,
-        strategies=_words(strategies, benchmark.STRATEGIES),
-        settings=_take_settings(how, *_COMPARED),
-        **how,
-        command=hide_secrets(["lockstep", *sys.argv[1:]]),
-    )
+    how["strategies"] = _words(how["strategies"], benchmark.STRATEGIES)
+    settings, command = _take_settings(how, *_COMPARED), hide_secrets(["lockstep", *sys.argv[1:]])
+    measured = benchmark.compare(task_file, settings=settings, command=command, **how)
     console().print(measured)
     found = provenance.gather(Path(task_file.rpartition(".py")[0] + ".py"))
     write("figures", json_file, to_json(comparison.to_record(measured, found)))
@@ -162,12 +164,8 @@ def tune(task_file: str, devices: int | None, out: str | None, settings_file: st
     if (global_batch_size := limits.pop("global_batch_size")) is not None:
         start["global_batch_size"] = global_batch_size
     limits["strategies"] = _words(limits["strategies"], tuning.STRATEGIES)
-    outcome = tuning.tune(
-        task_file,
-        devices=_num_devices(start.get("devices") if devices is None else devices),
-        start=start,
-        **limits,
-    )
+    devices = _num_devices(start.get("devices") if devices is None else devices)
+    outcome = tuning.tune(task_file, devices=devices, start=start, **limits)
     console().print(outcome)
     found = provenance.gather()
     facts = {"measured": found.when, **found.versions, **found.machine}
@@ -205,15 +203,11 @@ def predict(
           a run that was recorded with --run-dir, over another link
     """
     from lockstep.comm.world import init
-    from lockstep.env import RankEnv
     from lockstep.study import predict as prediction
-    from lockstep.study.drawing import import_matplotlib
     from lockstep.study.links import given_link
     from lockstep.telemetry import provenance
 
-    check_writable(json_file, html_file)
-    if html_file is not None:
-        import_matplotlib()
+    _check_outputs(json_file, html_file)
     cost, settings = Price.read(how.pop("price")), _take_settings(how, "global_batch_size", "precision")
     how["link"] = None if link is None else given_link(link, latency / 1e3)
     if Path(target).is_dir():
@@ -300,7 +294,6 @@ def doctor(target: str | None, as_json: bool, **planned: Any) -> int:
     Exit codes: 0 nothing worse than notes; 1 the run will hang, fail, be wrong or be slow; 2 wrong usage, such as no
     such task. Each finding is explained in docs/reference/doctor.md under its name.
     """
-    from lockstep.env import RankEnv
     from lockstep.study.doctor import examine
     from lockstep.study.doctor.findings import Plan
 
@@ -309,8 +302,7 @@ def doctor(target: str | None, as_json: bool, **planned: Any) -> int:
         raise ConfigurationError(
             f"--checkpoint {planned['checkpoint']} is in an object store, which is not examined.\nLeave it out."
         )
-    env = RankEnv.from_environ(os.environ)
-    report, code = examine.run(Plan(target=target, **planned), env, os.environ)
+    report, code = examine.run(Plan(target=target, **planned), RankEnv.from_environ(os.environ), os.environ)
     if report is None:  # rank zero prints it
         return code
     if as_json:

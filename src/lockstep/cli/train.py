@@ -15,15 +15,7 @@ from lockstep.launcher import fork_server
 from lockstep.launcher.bootstrap import RANK_SETUP
 from lockstep.launcher.output import LogSettings
 from lockstep.run_folder import hide_secrets
-from lockstep.train.settings import (
-    FitSettings,
-    LaunchSettings,
-    Setting,
-    merge_settings,
-    read_settings,
-    settings_of,
-    suggest,
-)
+from lockstep.train.settings import FitSettings, LaunchSettings, Setting, merge_settings, read_settings, settings_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -74,37 +66,19 @@ def _numbers(text: str | tuple[float, ...]) -> tuple[float, ...]:
 
 def _option(setting: Setting) -> Callable[[F], F]:
     flag = "--" + setting.name.replace("_", "-")
-    text = setting.help
+    how: dict[str, Any] = {"default": setting.default, "help": setting.help}
     if setting.kind == "bool":
         switch = f"{flag}/--no-{flag[2:]}" if setting.optional else flag
-        return click.option(switch, setting.name, is_flag=True, default=setting.default, help=text)
+        return click.option(switch, setting.name, is_flag=True, **how)
     kinds: dict[str, Any] = {
         "int": click.INT,
         "float": click.FLOAT,
         "path": click.Path(),
         "choice": click.Choice(setting.choices),
         "numbers": _numbers,
-        "text": click.STRING,
-        "words": click.STRING,
-    }
-    return click.option(
-        flag,
-        setting.name,
-        type=kinds[setting.kind],
-        default=setting.default,
-        show_default=setting.default is not None,
-        metavar=setting.unit,
-        help=text,
-    )
-
-
-def explain_flag(error: click.NoSuchOption) -> click.UsageError:
-    """Return the error about an unknown flag, with the flag of the command that was probably meant."""
-    named = error.ctx.command.params if error.ctx is not None else []
-    flags = {flag.strip("-").replace("-", "_"): flag for each in named for flag in each.opts}
-    # Click's own suggestions go by spelling alone.
-    hint = suggest(error.option_name, flags)
-    return click.UsageError(f"No such option '{error.option_name}'. {hint}".rstrip(), error.ctx)
+    }  # others are texts
+    how |= {"metavar": setting.unit, "show_default": setting.default is not None}
+    return click.option(flag, setting.name, type=kinds.get(setting.kind, click.STRING), **how)
 
 
 # The sections of ``--help-all``; ``--help`` shows the first.

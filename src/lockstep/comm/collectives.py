@@ -420,9 +420,9 @@ def cpu_group(group: Group) -> Group:
 def wait_for_transfer(work: Work, group: Group) -> None:
     """Block until a send or a receive is complete, at most for the group's timeout."""
     cpu = torch.device("cpu")
+    has_gloo = cpu in group._device_types and _is_gloo(group, cpu)  # a group of NCCL's has nothing for the CPU
     # Gloo would use the timeout that the group was created with: for `init` that is the timeout of connecting.
-    timeout = torch_internals.timeout_of(torch_internals.backend_of(group, cpu)) if _is_gloo(group, cpu) else NO_TIMEOUT
-    work.wait(timeout)
+    work.wait(torch_internals.timeout_of(torch_internals.backend_of(group, cpu)) if has_gloo else NO_TIMEOUT)
 
 
 # --- Flat tensors of which each rank owns a slice; and gathering whole states

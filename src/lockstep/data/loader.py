@@ -451,7 +451,7 @@ class Prefetcher:
 
     def start_next(self) -> None:
         """Start to copy the batch after the last returned one; call it when the device has enough work."""
-        self._ahead = self._copy()
+        self._ahead = self._ahead or self._copy()  # there is one when a step is done again
 
     def _copy(self) -> MicroBatch:
         batch = next(self._batches)

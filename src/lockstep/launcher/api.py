@@ -1,6 +1,5 @@
 """`launch`: run a function on every device, from a plain script or a notebook."""
 
-import contextlib
 import linecache
 import os
 import pickle
@@ -9,7 +8,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,9 +27,6 @@ from lockstep.launcher.output import LogSettings, LogTail
 from lockstep.launcher.reaper import Reaper
 from lockstep.launcher.supervise import Job, supervise
 from lockstep.run_folder import ERROR, RESULT, rank_file, rank_files
-
-# Ranks write to the terminal themselves.
-RAW_LOGS = LogSettings(merges=False)
 
 
 def launch(
@@ -83,7 +79,7 @@ def launch_with(
     min_ranks: int | None = None,
     num_spares: int = 0,
     recover: str | None = None,
-    logs: LogSettings = RAW_LOGS,
+    logs: LogSettings,
     watchdog_s: float | None = None,
     watchdog_action: str | None = None,
 ) -> list[Any]:
@@ -187,7 +183,7 @@ def _refuse_inside_a_rank() -> None:
 
 def _shares_output_with_children() -> bool:
     """Return whether output of child processes appears where our own prints do; in a notebook it does not."""
-    with contextlib.suppress(AttributeError, OSError, ValueError):
+    with suppress(AttributeError, OSError, ValueError):
         return sys.stdout.fileno() == 1 and sys.stderr.fileno() == 2
     return False
 
@@ -258,6 +254,6 @@ def _results(run_dir: Path) -> list[Any]:
 
 def _exception_of(run_dir: Path, rank: int | None) -> BaseException | None:
     """Return the exception that a rank raised, if it could be sent."""
-    with contextlib.suppress(Exception):
+    with suppress(Exception):
         return cast(BaseException, cloudpickle.loads(rank_file(run_dir, ERROR, str(rank)).read_bytes()))
     return None

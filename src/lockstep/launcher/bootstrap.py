@@ -53,12 +53,7 @@ def main(argv: list[str]) -> None:
     keep_name()
     # A spare is no rank yet, so nobody is to see what it prints.
     streams = [(number, os.dup(number)) for number in (1, 2)] if SPARE in os.environ else []
-    if streams:
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, 1)
-        os.dup2(null, 2)
-        os.close(null)
-    elif orders["has_pipes"]:
+    if streams or orders["has_pipes"]:
         redirect_output(run_dir)
     if mode == "command":
         # None of our Python code runs there: no heartbeat, no record of an exception, only an exit status.
@@ -160,11 +155,12 @@ def end_with_launcher(run_dir: str, launcher_pid: int) -> None:
 
 
 def redirect_output(run_dir: str) -> None:
-    """Redirect the output of this process and its children to the pipes that the launcher reads."""
+    """Redirect the output of this process and its children to the pipes that the launcher reads; a spare's nowhere."""
     for descriptor, stream in ((1, "stdout"), (2, "stderr")):
-        pipe = os.open(rank_file(run_dir, stream, os.environ["LOCAL_RANK"]), os.O_WRONLY)
-        os.dup2(pipe, descriptor)
-        os.close(pipe)
+        path = os.devnull if SPARE in os.environ else str(rank_file(run_dir, stream, os.environ["LOCAL_RANK"]))
+        file = os.open(path, os.O_WRONLY)
+        os.dup2(file, descriptor)
+        os.close(file)
 
 
 def keep_sockets_in(run_dir: str) -> None:
@@ -371,8 +367,7 @@ def own_frames_removed(trace: TracebackType | None) -> TracebackType | None:
 def user_line(frames: traceback.StackSummary) -> str:
     """Return file and line of the innermost frame that is neither an installed package, this one, nor Python itself."""
     theirs = [frame for frame in frames if not any(part in frame.filename for part in _LIBRARIES)]
-    last = (theirs or list(frames))[-1:]
-    return f"{last[0].filename}:{last[0].lineno}" if last else ""
+    return f"{last[0].filename}:{last[0].lineno}" if (last := (theirs or list(frames))[-1:]) else ""
 
 
 def _exit_now(code: int) -> None:

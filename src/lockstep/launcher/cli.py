@@ -18,6 +18,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser
 
 from lockstep import torch_internals
+from lockstep.activity import log
 from lockstep.errors import ConfigurationError
 from lockstep.launcher.api import choose_num_ranks, environment_restored, num_cores, threads_for
 from lockstep.launcher.bootstrap import RANK_SETUP
@@ -284,19 +285,17 @@ def _notes_on_script_flags(args: argparse.Namespace) -> list[str]:
         return []
     text, parser = path.read_text("latin-1").replace("-", "_"), build_parser()
     own = [flag for flag in sorted(args.taken) if re.search(rf"""['"]{flag.replace("-", "_")}['"]""", text)]
-    taken = (
-        f"{{}} after {path.name}, which has a flag of this name, is ours; the script gets it if ours is before SCRIPT"
-    )
+    taken = f"{path.name}, which has a flag of this name, is ours; the script gets it if ours is before SCRIPT"
     near = {flag: parser.nearest(flag) for flag in flags if flag.strip("-").replace("-", "_") not in text}
     note = f"{path.name} is given {{}}; did you mean `lockstep run {{}} {path.name}`?"
-    return [taken.format(flag) for flag in own] + [
+    return [f"{flag} after {taken}" for flag in own] + [
         note.format(flag, ours) for flag, ours in near.items() if ours not in (None, flag)
     ]
 
 
 def _print(args: argparse.Namespace, text: str) -> None:
     if args.log_level != "error":
-        print(f"lockstep: {text}", file=sys.stderr, flush=True)
+        log(text)
 
 
 def _config(args: argparse.Namespace) -> tuple[LaunchConfig, str]:

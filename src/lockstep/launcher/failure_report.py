@@ -59,13 +59,7 @@ class RankExit:
 
 
 def job_error(
-    exits: list[RankExit],
-    ranks: range,
-    *,
-    hang: str,
-    store: InterNodeStore | None,
-    num_nodes: int,
-    num_replaced: int = 0,
+    exits: list[RankExit], ranks: range, *, hang: str, store: InterNodeStore | None, num_nodes: int, num_replaced: int
 ) -> LockstepError:
     """Return the error to raise after ranks have failed. With several machines, waits some seconds for the others.
 

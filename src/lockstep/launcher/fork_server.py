@@ -17,7 +17,6 @@ any interpreter.
 """
 
 import atexit
-import contextlib
 import ctypes
 import gc
 import io
@@ -33,7 +32,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -105,7 +104,7 @@ class ForkServer:
 
     def preload(self, names: Sequence[str]) -> None:
         """Make the server import modules for all ranks; does not block."""
-        with contextlib.suppress(OSError):  # the server is gone: `fork` will notice
+        with suppress(OSError):  # the server is gone: `fork` will notice
             self._connection.send(json.dumps(names).encode())
 
     def fork(self, args: Sequence[str], environ: Mapping[str, str], files: Sequence[int]) -> ForkedProcess | None:
@@ -119,7 +118,7 @@ class ForkServer:
         if self._has_read_others(environ):
             return None
         libc, before = ctypes.CDLL(None), ctypes.c_int()
-        with self._lock, contextlib.suppress(OSError, ValueError):
+        with self._lock, suppress(OSError, ValueError):
             request = {"args": args, "parent": os.getpid(), "environ": dict(environ), "cwd": os.getcwd()}
             reply, theirs = map(open, os.pipe(), "rw")
             libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
@@ -151,17 +150,15 @@ class ForkServer:
 
 _server: ForkServer | None = None
 
-_Handler = signal.Handlers | Callable[[int, object], None]
-
 
 @contextmanager
-def signal_handlers(numbers: Iterable[int], handler: _Handler) -> Iterator[None]:
+def signal_handlers(numbers: Iterable[int], handler: signal.Handlers | Callable[[int, object], None]) -> Iterator[None]:
     """Install ``handler`` for these signals inside the block; without effect in other threads than the main thread.
 
     A signal that is ignored stays ignored, as ``nohup`` wants of SIGHUP, and a shell without job control of SIGINT and
     SIGQUIT in programs that it starts in the background.
     """
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         for number in numbers if threading.current_thread() is threading.main_thread() else ():
             if (before := signal.getsignal(number)) != signal.SIG_IGN:
                 stack.callback(signal.signal, number, before or signal.SIG_DFL)
@@ -204,7 +201,7 @@ def server_for(mode: str, target: str, num_ranks: int) -> Iterator[ForkServer | 
     # A script's first line would have to wait for that import, two seconds. With a core for each rank, the first step
     # comes nearly as early if each rank imports it, for 1.5 times the processor time and 64 MiB more per rank; eight
     # ranks on two cores would take 13 seconds instead of 5. A command's call (`fit`) has no such line.
-    with contextlib.nullcontext(_server) if _server is not None else contextlib.closing(_interpreter()) as server:
+    with nullcontext(_server) if _server is not None else closing(_interpreter()) as server:
         if mode == "call" or num_ranks > usable_cores():
             server.preload(["torch.distributed", OPTIMIZER])
         yield server
@@ -306,7 +303,7 @@ def import_modules(names: Sequence[str]) -> None:
     """
     gc.disable()  # a collection would visit all of torch's objects for nothing
     for name in names:
-        with contextlib.suppress(Exception):  # the rank that needs it will report the error
+        with suppress(Exception):  # the rank that needs it will report the error
             import_module(name)
     gc.freeze()
     gc.enable()
@@ -346,7 +343,7 @@ def _set_num_threads(text: str) -> None:
     with open("/proc/self/maps", errors="surrogateescape") as maps:
         paths = {line.split(maxsplit=5)[-1].rstrip("\n") for line in maps if "openblas" in line}  # numpy's
     for library, prefix, suffix in itertools.product(map(ctypes.CDLL, paths), ("", "scipy_"), ("", "64_")):
-        with contextlib.suppress(AttributeError):
+        with suppress(AttributeError):
             getattr(library, f"{prefix}openblas_set_num_threads{suffix}")(int(number))
 
 

@@ -5,7 +5,6 @@ import contextlib
 import errno
 import os
 import socket
-import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import parse_min_max_nnodes
 
 from lockstep import torch_internals
+from lockstep.activity import log
 from lockstep.comm.network import GLOO_INTERFACE, gloo_interface, is_local, reachable_address
 from lockstep.comm.store import DEFAULT_STORE_PORT, LOOPBACK, HashStore, start_store_server
 from lockstep.env import DEFAULT_MASTER_PORT, Launcher, RankEnv
@@ -145,8 +145,7 @@ class RendezvousPerRestart(rendezvous.RendezvousHandler):
     def _note_loss(self) -> None:
         self._is_lost = True
         torch_internals.stop_heartbeats(self._inner)  # torch's client would log every heartbeat that fails
-        where = f"the store at {self._config.rdzv_endpoint}, where the machines meet,"
-        print(f"lockstep: {where} does not respond any more", file=sys.stderr, flush=True)
+        log(f"the store at {self._config.rdzv_endpoint}, where the machines meet, does not respond any more")
 
     def is_closed(self) -> bool:
         """Return whether the job is over."""
@@ -256,8 +255,7 @@ def choose_interfaces(args: argparse.Namespace) -> list[str]:
     notes = []
     # By default the ranks of other machines get this host's name.
     args.local_addr = args.local_addr or reachable_address(host)
-    interface = gloo_interface(host, one_machine=False)
-    if interface is not None and GLOO_INTERFACE not in os.environ:
+    if (interface := gloo_interface(host, one_machine=False)) is not None and GLOO_INTERFACE not in os.environ:
         os.environ[GLOO_INTERFACE] = interface
         notes.append(f"{GLOO_INTERFACE}={interface}, as no other machine can reach {socket.gethostname()} by its name")
     return [*notes, f"waiting for the other machines of --nnodes {args.nnodes} at {host}:{port}"]

@@ -311,7 +311,7 @@ class LogTail:
                 with contextlib.suppress(OSError, ValueError):
                     getattr(sys, stream).flush()
             if self._region is not None:
-                self._region.rows = -1 if self._is_mid_line else 0
+                self._region.set_rows(-1 if self._is_mid_line else 0)
 
 
 def _put(stream: str, text: str) -> None:

@@ -27,7 +27,6 @@ import itertools
 import math
 import os
 import socket
-import sys
 import threading
 import time
 import uuid
@@ -42,12 +41,11 @@ from typing import Any, NamedTuple
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from lockstep import run_folder
-from lockstep.activity import format_ranks
+from lockstep.activity import format_ranks, log
 from lockstep.comm.rendezvous import poll_until
 from lockstep.comm.store import InterNodeStore, start_store_server
 from lockstep.env import machine_timeout_s
 from lockstep.errors import ConfigurationError
-from lockstep.run_folder import Generation
 
 _TOPIC = "lighthouse"
 # How often to ask without a reason, and how soon a reason is noticed.
@@ -294,7 +292,7 @@ class Machines:
                 with suppress(RuntimeError, OSError):  # not there yet
                     self._find_lighthouse()
         if self._found is None:
-            print(f"lockstep: {_WITHOUT}", file=sys.stderr, flush=True)
+            log(_WITHOUT)
             return
         if self.joins is None:
             names = [f"{self._found.job}/{place}" for place in range(self.num_machines)]
@@ -388,17 +386,12 @@ class Machines:
         host, _, port = members[0].store.rpartition(":")
         # A machine that is lost without a word was there until its last heartbeat.
         silence_s = machine_timeout_s() if is_smaller else 0.0
-        Generation(
-            self.number,
-            {pid: first + index for index, pid in enumerate(self.pids)},
-            # With a rank too many, all wait until the next generation, which has another machine.
-            world_size + (len(members) < self.min_machines),
-            index,
-            len(members),
-            (host, int(port)),
-            self._lost_at_ns or int((time.time() - silence_s) * 1e9),
-            self._why,
-        ).post(self.folder)
+        lost_at_ns = self._lost_at_ns or int((time.time() - silence_s) * 1e9)
+        # With a rank too many, all wait until the next generation, which has another machine.
+        world_size += len(members) < self.min_machines
+        ranks = {pid: first + local for local, pid in enumerate(self.pids)}
+        where = index, len(members), (host, int(port))
+        run_folder.Generation(self.number, ranks, world_size, *where, lost_at_ns, self._why).post(self.folder)
 
 
 def _report(before: dict[str, Member], members: list[Member], min_machines: int) -> None:
@@ -411,7 +404,7 @@ def _report(before: dict[str, Member], members: list[Member], min_machines: int)
     if len(members) < min_machines:
         go_on = f"the ranks wait for {min_machines - len(members)} more of --nnodes"
     for text in lost + came:
-        print(f"lockstep: {text}; {go_on}", file=sys.stderr, flush=True)
+        log(f"{text}; {go_on}")
 
 
 def _torchft() -> Any:

@@ -103,8 +103,7 @@ def _stat_fields(pid: int) -> list[str] | None:
 
 def start_time(pid: int) -> str | None:
     """Return when a process started, in the system's format, or ``None`` if it is gone or unknown."""
-    fields = _stat_fields(pid)
-    return fields[19] if fields else None
+    return fields[19] if (fields := _stat_fields(pid)) else None
 
 
 def main(argv: list[str]) -> None:

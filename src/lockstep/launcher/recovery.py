@@ -21,7 +21,6 @@ and would run it alone.
 import math
 import os
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -33,22 +32,13 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 
 from lockstep import run_folder
 from lockstep.accelerator import VISIBLE_DEVICES
-from lockstep.activity import format_ranks
+from lockstep.activity import format_ranks, log
 from lockstep.errors import RESUME_EXIT_CODE
 from lockstep.launcher.failure_report import RankExit, how_it_ended
 from lockstep.launcher.fork_server import OPTIMIZER, ForkServer
 from lockstep.launcher.quorum import Machines
 from lockstep.launcher.reaper import kill_sessions
-from lockstep.run_folder import (
-    ENDED,
-    FAILURE,
-    Arrival,
-    FailureRecord,
-    Generation,
-    RecoveryReport,
-    rank_file,
-    read_object,
-)
+from lockstep.run_folder import Arrival, FailureRecord, Generation, RecoveryReport
 
 # A spare's name in the names of its files.
 NAME_OF_SPARE = "spare-{}"
@@ -91,7 +81,6 @@ class Recovery:
     number: int = 0
     num_lost: int = 0
     spares: dict[int, SubprocessHandler] = field(default_factory=dict)
-    _whole: set[int] = field(default_factory=set)
     # Processes that are not in the newest generation, but will be in a later one, and when each was lost.
     _away: dict[int, int] = field(default_factory=dict)
     _losses: Counter[int] = field(default_factory=Counter)
@@ -120,11 +109,10 @@ class Recovery:
             return "no rank that holds the state of the run is left"
         if missing := {self.ranks[pid] for pid in left & self._whole - can}:
             return f"{format_ranks(sorted(missing))} cannot go on in this step"
-        for step in _steps_of(lost):
-            if self._losses[step] + 1 >= _MOST_IN_A_STEP:
-                return (
-                    f"{_MOST_IN_A_STEP} times ranks were lost in step {step}: its samples or its code may be to blame"
-                )
+        if often := [step for step in _steps_of(lost) if self._losses[step] + 1 >= _MOST_IN_A_STEP]:
+            return (
+                f"{_MOST_IN_A_STEP} times ranks were lost in step {often[0]}: its samples or its code may be to blame"
+            )
         return None
 
     def can_replace(self, pids: dict[int, int]) -> bool:
@@ -142,7 +130,7 @@ class Recovery:
         complete = run_folder.complete_processes(self.folder)
         # An exit status of zero would not do: what ranks do that do not train together may be of use to the user.
         is_complete = pid in complete or self.ranks.keys() - self._away.keys() - {pid} <= complete
-        ended = FailureRecord.read_all(self.folder, ENDED).get(exit.rank)
+        ended = FailureRecord.read_all(self.folder, run_folder.ENDED).get(exit.rank)
         # Of rank zero, the whole program counts: it may write files when the training is complete.
         has_lead = exit.rank == 0 and pid not in self._away and (ended is None or ended.pid != pid)
         return not has_lead and exit.exit_code < 0 and is_complete and len(self.ranks) > 1
@@ -169,7 +157,7 @@ class Recovery:
         go_on = f"{who} {'goes' if len(places) == 1 else 'go'} on"
         places |= dict.fromkeys(pids)
         for exit in lost:
-            _print(f"{how_it_ended(exit)}; {go_on}")
+            log(f"{how_it_ended(exit)}; {go_on}")
             run_folder.forget_rank(self.folder, exit.rank, pids[exit.rank])
         can = run_folder.recovering_processes(self.folder)
         ready = [number for number, spare in self.spares.items() if spare.proc.pid in can and spare.proc.poll() is None]
@@ -181,7 +169,7 @@ class Recovery:
                 del places[max(places)]
         moved = {self.ranks[pid]: rank for rank, pid in places.items() if pid is not None and self.ranks[pid] != rank}
         for before, rank in moved.items():
-            _print(f"rank {before} is rank {rank} of {len(places)} from now on")
+            log(f"rank {before} is rank {rank} of {len(places)} from now on")
         new = {}
         for rank in [rank for rank, pid in places.items() if pid is None]:
             new[rank] = self.spares.pop(ready.pop(0)) if ready else self.start(rank, rank - min(places), len(places))
@@ -217,37 +205,35 @@ class Recovery:
         if slow:
             who = format_ranks(sorted(self.ranks[pid] for pid in slow))
             why = f"{who} did not come to an exchange within {first.patience_s:g} s"
-            _print(f"{why}; the others go on without")
+            log(f"{why}; the others go on without")
         for pid in slow:
             run_folder.withdraw_recovery(self.folder, pid)  # until it comes
             self._away[pid] = time.time_ns()
         self._whole -= set(slow)
         if came or slow:
             self._post(min(came, default=time.time_ns()), why)
-        complete = run_folder.complete_processes(self.folder)
-        if self._away and self.ranks.keys() - self._away.keys() <= complete:
+        if self._away and self.ranks.keys() - self._away.keys() <= run_folder.complete_processes(self.folder):
             kill_sessions(self._away)  # nobody waits for them
 
     def poll(self) -> None:
         """Print the ranks' report of a generation that is complete; start spares, and notice when one is lost."""
         if self.machines is not None:
             self.number = self.machines.number
-            newest = Generation.read(self.folder)
-            if newest is not None and newest.ranks.keys() == self.ranks.keys():
+            if (newest := Generation.read(self.folder)) is not None and newest.ranks.keys() == self.ranks.keys():
                 self.ranks = newest.ranks  # there may be more or fewer machines
-        report = RecoveryReport.read(self.folder)
-        if report is not None and report.number > self._reported:
+        if (report := RecoveryReport.read(self.folder)) is not None and report.number > self._reported:
             self._reported = report.number
             self._whole |= self.ranks.keys() - self._away.keys() if report.number == self.number else set()
-            _print(report.text)
+            log(report.text)
         if self.machines is None:
             self._move()
         for number, spare in list(self.spares.items()):
             if (code := spare.proc.poll()) is not None:
                 del self.spares[number]
-                found = read_object(rank_file(self.folder, FAILURE, NAME_OF_SPARE.format(number)))
+                name = NAME_OF_SPARE.format(number)
+                found = run_folder.read_object(run_folder.rank_file(self.folder, run_folder.FAILURE, name))
                 ended = how_it_ended(RankExit(number, code, FailureRecord(**found)))
-                _print(f"{ended.replace('rank', 'spare', 1)}; it is not replaced")
+                log(f"{ended.replace('rank', 'spare', 1)}; it is not replaced")
         if not self._is_prepared and self.ranks.keys() <= run_folder.recovering_processes(self.folder):
             self._is_prepared = True
             # The others wait for a new rank, so that it must not import this itself, which takes two seconds.
@@ -261,10 +247,6 @@ def _steps_of(lost: list[RankExit]) -> set[int]:
     # Our loops count a step from 0 while it runs; other loops count the steps that are done.
     steps = {each.record.step if each.record.step is not None else each.record.num_steps or None for each in lost}
     return {step + 1 for step in steps if step is not None}
-
-
-def _print(text: str) -> None:
-    print(f"lockstep: {text}", file=sys.stderr, flush=True)
 
 
 # Devices of lost ranks.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
@@ -13,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from multiprocessing import connection
 from pathlib import Path
@@ -29,22 +28,13 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.numa.binding import NumaOptions
 
 from lockstep import run_folder, torch_internals
-from lockstep.activity import format_ranks, one_line
+from lockstep.activity import format_ranks, log, one_line
 from lockstep.comm.network import allow_open_files, set_keepalive
 from lockstep.comm.rendezvous import JOINS, poll_until
 from lockstep.comm.store import InterNodeStore
 from lockstep.env import AGENT_STORE, LAUNCHER_STORE
 from lockstep.errors import RESUME_EXIT_CODE, LockstepError, Stopped
-from lockstep.launcher import bootstrap
-from lockstep.launcher.failure_report import (
-    SIGTERM_S,
-    RankExit,
-    first_failure,
-    how_it_ended,
-    job_error,
-    rank_exits,
-    restart_report,
-)
+from lockstep.launcher import bootstrap, failure_report
 from lockstep.launcher.fork_server import ForkServer, server_for, signal_handlers
 from lockstep.launcher.node_rendezvous import RendezvousPerRestart, rendezvous_of, wait_for_host
 from lockstep.launcher.output import LogTail
@@ -101,15 +91,8 @@ def supervise(
     # With other backends, there is no store of torch's that all launchers can reach.
     if config.max_nodes > 1 and config.rdzv_backend in ("static", "c10d", "etcd-v2"):
         job.store = InterNodeStore(config.rdzv_endpoint, config.run_id)
-    watchdog = Watchdog(
-        job.folder,
-        patience_s,
-        is_strict=job.watchdog_action == "end" or (job.watchdog_s is not None and job.watchdog_action is None),
-        num_nodes=config.max_nodes,
-        store=job.store,
-        resources=job.resources,
-        on_report=job.on_hang,
-    )
+    is_strict = job.watchdog_action == "end" or (job.watchdog_s is not None and job.watchdog_action is None)
+    watchdog = Watchdog(job.folder, patience_s, is_strict, config.max_nodes, job.store, job.resources, job.on_hang)
     with job.handling_signals(config.signals_to_handle):
         try:
             with server_for(mode, target, config.nproc_per_node) as job.server, elastic_quiet(), watchdog:
@@ -129,7 +112,7 @@ def supervise(
         raise stopped
     if failures:
         counts = {"num_nodes": config.max_nodes, "num_replaced": job.num_replaced}
-        raise job_error(job.exits(failures), job.ranks, hang=job.hang, store=job.store, **counts)
+        raise failure_report.job_error(job.exits(failures), job.ranks, hang=job.hang, store=job.store, **counts)
 
 
 def _not_met(error: Exception, config: LaunchConfig) -> LockstepError:
@@ -152,12 +135,7 @@ def _not_met(error: Exception, config: LaunchConfig) -> LockstepError:
     )
 
 
-def log(text: str) -> None:
-    """Print a line of the launcher."""
-    print(f"lockstep: {text}", file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
+@contextmanager
 def only_logged() -> Iterator[None]:
     """Log an error of the block, which cleans up: it neither makes a finished job fail, nor hides why a job failed."""
     try:
@@ -265,9 +243,9 @@ class Job:
         """The folder of the run."""
         return self.reaper.run_dir
 
-    def exits(self, failures: Mapping[int, ProcessFailure]) -> list[RankExit]:
+    def exits(self, failures: Mapping[int, ProcessFailure]) -> list[failure_report.RankExit]:
         """Return how the ranks have ended; show all their output, and keep the tracebacks beside it."""
-        exits = rank_exits(failures, self.stopped_at_ns, self.ended_at_ns, self.folder, self.resources)
+        exits = failure_report.rank_exits(failures, self.stopped_at_ns, self.ended_at_ns, self.folder, self.resources)
         if self.log_tail is not None:
             self.log_tail.settle({exit.rank: exit.record.trace for exit in exits})
         return exits
@@ -287,7 +265,7 @@ class Job:
             for rank, pid in awaited.items():
                 failure = run_folder.FailureRecord(message, "JobHangs", time_ns=time.time_ns(), pid=pid)
                 failure.write(self.folder, rank)
-                with contextlib.suppress(ProcessLookupError, PermissionError):
+                with suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
         else:
             self.hang = text
@@ -503,23 +481,20 @@ class _Agent(LocalElasticAgent):
                 server=self.job.server,
             )
             if self._board is not None:
-                self._machines = recovery.machines = self._meet_machines(worker_group, list(workers), self._board)
+                self._machines = recovery.machines = Machines(
+                    self.job.folder,
+                    list(workers),
+                    self._board,
+                    self.config.local_addr or socket.getfqdn(),
+                    worker_group.group_rank if self._joins is None else self.config.rdzv_configs.get("rank"),
+                    cast(int, worker_group.group_world_size),
+                    self.config.min_nodes,
+                    self.num_restarts,
+                    self.job.lighthouse,
+                    self._joins,
+                )
         if self.job.log_tail is not None:
             self.job.log_tail.started(self.job.ranks)
-
-    def _meet_machines(self, worker_group: WorkerGroup, pids: list[int], board: InterNodeStore) -> Machines:
-        return Machines(
-            self.job.folder,
-            pids,
-            board,
-            self.config.local_addr or socket.getfqdn(),
-            worker_group.group_rank if self._joins is None else self.config.rdzv_configs.get("rank"),
-            cast(int, worker_group.group_world_size),
-            self.config.min_nodes,
-            self.num_restarts,
-            self.job.lighthouse,
-            self._joins,
-        )
 
     def _leave_machines(self) -> None:
         if self._machines is not None:
@@ -567,24 +542,22 @@ class _Agent(LocalElasticAgent):
                 self._join_again(worker_group, reason)
                 return False
         codes = {local: handler.proc.poll() for local, handler in ranks.subprocess_handlers.items()}
-        ended = {local: code for local, code in codes.items() if code}
-        if not ended:
+        if not (ended := {local: code for local, code in codes.items() if code}):
             return None not in codes.values()
         failures = {}
         for local, code in ended.items():
             worker = worker_group.workers[local]
             failures[worker.global_rank] = ProcessFailure(local, worker.id, code, ranks.error_files[local])
         pids = {rank: failure.pid for rank, failure in failures.items()}
-        exits = rank_exits(failures, {}, self.job.ended_at_ns, self.job.folder, self.job.resources)
+        exits = failure_report.rank_exits(failures, {}, self.job.ended_at_ns, self.job.folder, self.job.resources)
         lost = [exit for exit in exits if exit.rank in failures]
         if all(recovery.is_harmless(exit, pids[exit.rank]) for exit in lost):
             for local in ended:
                 ranks.subprocess_handlers[local].proc.returncode = 0
-            log("; ".join(map(how_it_ended, lost)) + "; the training was complete")
+            log("; ".join(map(failure_report.how_it_ended, lost)) + "; the training was complete")
             return self._recover(worker_group)
         normal = {worker_group.workers[local].id for local, code in codes.items() if code == 0}
-        reason = recovery.why_not(lost, {*pids.values(), *normal})
-        if reason is not None:
+        if (reason := recovery.why_not(lost, {*pids.values(), *normal})) is not None:
             if reason:
                 log(f"the ranks cannot go on in place: {reason}")
             return True
@@ -653,7 +626,7 @@ class _Agent(LocalElasticAgent):
         self._leave_machines()
         text = "lockstep: machines joined or left; the ranks start again"
         if failures:
-            first = first_failure(exits)
+            first = failure_report.first_failure(exits)
             self.num_failures += 1
             restart = f"restart {self.num_failures} of {spec.max_restarts}"
             # A rank that raised would raise again on any number of devices; one that was killed may have lost its own.
@@ -661,7 +634,7 @@ class _Agent(LocalElasticAgent):
                 hide_device(failures[first.rank].local_rank, spec.local_world_size)
                 spec.local_world_size -= 1
                 restart += f" with {spec.local_world_size} rank{'s' * (spec.local_world_size != 1)}"
-            text = restart_report(first, restart)
+            text = failure_report.restart_report(first, restart)
         run_folder.forget_ranks(self.job.folder)
         print(text, file=sys.stderr, flush=True)
         super()._restart_workers(worker_group)
@@ -769,10 +742,10 @@ class _RankProcesses(SubprocessContext):
         for pid in self.pids().values():
             if process_state(pid)[0]:
                 self.job.stopped_at_ns[pid] = time.time_ns()
-        super().close(death_sig or signal.SIGTERM, SIGTERM_S if death_sig is None else timeout)
+        super().close(death_sig or signal.SIGTERM, failure_report.SIGTERM_S if death_sig is None else timeout)
         kill_sessions(spare.proc.pid for spare in self.spares.values())
         for spare in self.spares.values():
-            spare.proc.wait(SIGTERM_S)
+            spare.proc.wait(failure_report.SIGTERM_S)
         self.spares.clear()
         if self.watcher is not None:
             self.watcher.join(_POLL_S)  # no rank is left; its last records may be a moment late

@@ -16,8 +16,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import psutil
-from rich import box
-from rich import table as rich_table
+from rich import box, table
 from rich.console import Console, RenderableType
 from rich.text import Text
 
@@ -127,10 +126,10 @@ class Table:
     numbers: Collection[str] = ()
     differs: Collection[str] = ()
 
-    def rich(self) -> rich_table.Table:
+    def rich(self) -> table.Table:
         """Return it laid out for a terminal."""
         style = {"title_justify": "left", "title_style": "bold", "box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0)}
-        found = rich_table.Table(title=self.title or None, **style)  # type: ignore[arg-type]
+        found = table.Table(title=self.title or None, **style)  # type: ignore[arg-type]
         for name in self.columns:
             is_number = name in self.numbers
             found.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
@@ -140,9 +139,9 @@ class Table:
         return found
 
 
-def grid(rows: Iterable[tuple[str, str]], *, gap: int = 1) -> rich_table.Table:
+def grid(rows: Iterable[tuple[str, str]], *, gap: int = 1) -> table.Table:
     """Return texts with a label or a dash before each; long texts are indented."""
-    found = rich_table.Table.grid(padding=(0, gap, 0, 0))
+    found = table.Table.grid(padding=(0, gap, 0, 0))
     found.add_column(no_wrap=True, style="dim")
     found.add_column()
     for label, text in rows:

@@ -53,8 +53,7 @@ def parse_rate(text: str) -> float:
     Raises:
         ConfigurationError: It cannot be read.
     """
-    match = _RATE.fullmatch(text.strip())
-    if match is None or not float(match[1]):
+    if (match := _RATE.fullmatch(text.strip())) is None or not float(match[1]):
         raise ConfigurationError(
             f"{text!r} is not the rate of a link.\n"
             "Give bits per second, such as 100Mb or 2.5Gb, or bytes, such as 20MB/s."
@@ -232,14 +231,13 @@ class _Trip(NamedTuple):
 def _trip(size_bytes: float, profile: Profile, method: Method, link: Link, num_machines: int) -> _Trip:
     # The ranks of a machine reduce first, without compression; then each exchanges a slice with other machines.
     cost = method.cost
-    if num_machines == 1:
-        return _Trip(0.0, 0.0, 0.0, 0.0, 0.0)
     moved = cable_bytes(size_bytes, num_machines)
     link_s, cpu_s = cost.sent * moved / link.bytes_per_s, cost.cpu_s * moved
     rank_s = cpu_s / profile.ranks_per_machine
     beside_s = rank_s / 2 if cost.staged else 0.0
     link_s = (link_s if cost.staged else max(link_s, rank_s)) + 2 * (num_machines - 1) * link.latency_s
-    return _Trip(beside_s, link_s, beside_s, cost.sent * moved, cpu_s / (link_s + 2 * beside_s))
+    whole_s = link_s + 2 * beside_s or 1.0  # nothing is sent on one machine
+    return _Trip(beside_s, link_s, beside_s, cost.sent * moved, cpu_s / whole_s)
 
 
 def predict_step(profile: Profile, method: Method, link: Link, num_machines: int) -> Step:
@@ -251,8 +249,7 @@ def predict_step(profile: Profile, method: Method, link: Link, num_machines: int
     Raises:
         ValueError: Some rank would have no sample.
     """
-    share = profile.share(num_machines)
-    if not share:
+    if not (share := profile.share(num_machines)):
         raise ValueError("more ranks than samples")
     alone = profile.computing_for(share)
     if method.is_compressed and profile.small_buckets:
@@ -331,8 +328,7 @@ def probe_link(world: World, *, limit_s: float = 8.0) -> Link:
     while len(times) < 2 or (size <= _MOST_BYTES and used_s + 8 * times[size // 4] <= limit_s):
         tensor = torch.zeros(size // 4, device=world.device)
         found = [_time_all_reduce(tensor, world)]
-        for _ in range(_NUM_TIMES if found[0] < _SHORT_S else 1):
-            found.append(_time_all_reduce(tensor, world))
+        found += [_time_all_reduce(tensor, world) for _ in range(_NUM_TIMES if found[0] < _SHORT_S else 1)]
         times[size], used_s = median(found[1:]), used_s + sum(found)
         size *= 4
     (small, small_s), (large, large_s) = min(times.items()), max(times.items())

@@ -10,8 +10,7 @@ from statistics import median
 from typing import Any, final
 
 import torch
-from rich.console import Group as Lines
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 from torch import Tensor, nn
 
@@ -128,8 +127,8 @@ def measure(
         is_local = world.local_world_size == world.world_size
         # Over a slow link, as many bytes as it transfers in half a second.
         most = _MOST_COST_BYTES if is_local else min(_MOST_COST_BYTES, int(link.bytes_per_s / 2))
-        costs[PLAIN.name] = measure_cost(shapes, None, world, most)
-        costs |= {name: measure_cost(shapes, name, world, most) for name in COMPRESSIONS}
+        ways = {PLAIN.name: None, **{name: name for name in COMPRESSIONS}}
+        costs = {name: measure_cost(shapes, way, world, most) for name, way in ways.items()}
     return profile, costs, link
 
 
@@ -409,8 +408,7 @@ def predict_run(
         ConfigurationError: Nothing was recorded there, no step has a timeline, or the link is not known.
     """
     run = read_run(folder)
-    known = find_network(run, find_figures(run))
-    if known is None:
+    if (known := find_network(run, find_figures(run))) is None:
         raise ConfigurationError(
             f"The record in {folder} has no step of DistributedDataParallel with a timeline.\n"
             "Record one with lockstep train TASK.py --run-dir DIR --strategy ddp, or name the task."
@@ -520,7 +518,7 @@ def footnotes(found: Forecast) -> list[str]:
 def render(found: Forecast) -> RenderableType:
     """Return table and verdict for a terminal."""
     notes = (Text(note, style="dim") for note in footnotes(found))
-    return Lines(table(found).rich(), *notes, Text(), *(Text(line, style="bold") for line in sentences(found)))
+    return Group(table(found).rich(), *notes, Text(), *(Text(line, style="bold") for line in sentences(found)))
 
 
 def to_record(found: Forecast, provenance: Provenance) -> dict[str, Any]:
@@ -561,8 +559,6 @@ def _plot(found: Forecast) -> str:
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, [str(count) for count in counts])
     axes.minorticks_off()
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("machines")
-    axes.set_ylabel("efficiency, %")
+    axes.set(ylim=(0, None), xlabel="machines", ylabel="efficiency, %")
     drawing.legend_above(axes, 3)
     return drawing.finish_plot("Efficiency over machines", f"Lines of efficiency: {'; '.join(words)}.", figure)

@@ -406,8 +406,7 @@ class Figures:
 
 def find_figures(run: Recorded) -> Figures:
     """Return the figures of the steps that all ranks have recorded; without ranks if there are none."""
-    steps = _align_steps(run)
-    if not steps:
+    if not (steps := _align_steps(run)):
         return Figures()
     # Without spikes, such as a checkpoint, which would dominate the means.
     steady = steps[NUM_FIRST:] or steps

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import activity
-from lockstep.activity import name_of_bucket
 from lockstep.run_folder import HEARTBEAT, STACKS, STEP, rank_file, rename_rank, replace_file
 from lockstep.telemetry.rank_state import format_bytes, process_state
 
@@ -130,7 +129,7 @@ class Heartbeat:
         content: dict[str, Any] = {name: getattr(activity.now, name) for name in _REPORTED}
         content["frames"] = [(each.f_code.co_filename, line or 0, each.f_code.co_name) for each, line in walked]
         if bucket := activity.now.bucket:
-            content["collective"] = f"all_reduce of bucket {bucket[0]} ({name_of_bucket(bucket[1])})"
+            content["collective"] = f"all_reduce of bucket {bucket[0]} ({activity.name_of_bucket(bucket[1])})"
         # With the last instruction, a loop on one line counts as moving.
         state, calls, now_s = self._state, num_calls(), time.monotonic()
         place = (*content.values(), calls, frame.f_lasti if frame else 0)

@@ -45,8 +45,7 @@ def largest(ranks: Sequence[RankFigures], count: int | None = None) -> str:
 
 def slowest_rank(snapshot: Snapshot) -> int | None:
     """Return the rank that the others wait for, if one is clearly slower than the median."""
-    spread = snapshot.spread("own_s")
-    if spread is None or len(snapshot.ranks) < 2 or not snapshot.known("exposed_s"):
+    if (spread := snapshot.spread("own_s")) is None or len(snapshot.ranks) < 2 or not snapshot.known("exposed_s"):
         return None
     return spread.max_rank if spread.max > spread.median * (1 + _SLOWER) else None
 
@@ -287,7 +286,7 @@ class LauncherTerminal:
             if rows >= 0:  # otherwise the last row holds an unfinished line of output
                 self._file.write(erase_rows(rows) + capture.get())
                 self._file.flush()
-                self._region.rows = len(lines)
+                self._region.set_rows(len(lines))
 
     def close(self) -> None:
         """Remove the view. May be called again, as after an error."""

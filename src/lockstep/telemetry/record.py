@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep.activity import one_line
+from lockstep.activity import log, one_line
 from lockstep.errors import ConfigurationError
 from lockstep.run_folder import hide_secrets, open_record
 from lockstep.telemetry.step_times import PHASES, Mark, StepMarks, StepTimes, combine, mean_of_known, seconds_between
@@ -326,7 +326,7 @@ def guarded(act: Callable[[], None], consequence: str = "this run is no longer r
     try:
         act()
     except Exception as error:
-        print(f"lockstep: {consequence}: {one_line(error)}", file=sys.stderr, flush=True)
+        log(f"{consequence}: {one_line(error)}")
         return False
     return True
 

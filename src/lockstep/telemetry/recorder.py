@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import sys
 import threading
 import time
 import weakref
@@ -457,7 +456,7 @@ class Recorder:
             info = run_info(self._session, memory or self._run_dir, self._first_step, is_fresh=False)
             self.sinks, problem = open_sinks(log_to, info)
             if problem is not None:
-                print(f"lockstep: {problem}", file=sys.stderr, flush=True)
+                activity.log(problem)
         self.subscribe(display)
 
     def start(self) -> threading.Thread:

@@ -233,7 +233,6 @@ class MachineSampler:
         used = self._meter.read()  # first, as the calls below may fail
         self.used += used
         workers_cpu, workers_rss = self._sample_workers()
-        cores = self._sample_cores([self._process.pid, *self._workers])
         return {
             "kind": "machine",
             "time": time.time(),
@@ -246,7 +245,7 @@ class MachineSampler:
             "num_threads": torch.get_num_threads(),
             "cpu_percent": self._process.cpu_percent(),
             "workers_cpu_percent": workers_cpu,
-            **cores,
+            **self._sample_cores([self._process.pid, *self._workers]),
             "load": os.getloadavg()[0],
             "gpu_percent": self._ask_driver("utilization"),
             "gpu_power_w": self._ask_driver("power_draw", scale=1e-3),

@@ -351,8 +351,7 @@ class MlflowRun(MetricsSink):
             number = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
             run_id: str = self._client.create_run(number, run_name=run.name).info.run_id
             # MLflow accepts so many characters of a parameter.
-            params = [Param(key, str(value)[:500]) for key, value in run.config.items()]
-            self._client.log_batch(run_id, params=params)
+            self._client.log_batch(run_id, params=[Param(key, str(value)[:500]) for key, value in run.config.items()])
             return run_id
 
         self._run_id = run.service_id(f"mlflow:{place}", create)

@@ -121,8 +121,7 @@ def combine(steps: Sequence[StepTimes], how: Callable[[Sequence[float]], float] 
 
 def mean_of_known(values: Iterable[float | None], how: Callable[[Sequence[float]], float] = fmean) -> float | None:
     """Return the mean, or what ``how`` makes of them, of those ``values`` that are known; None if none is."""
-    known = [value for value in values if value is not None]
-    return how(known) if known else None
+    return how(known) if (known := [value for value in values if value is not None]) else None
 
 
 def milliseconds(seconds: float) -> str:

@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -263,7 +262,7 @@ class SharedJudgement:
         for note in self._fresh_notes("ranks", now_s):
             with contextlib.suppress(TypeError):
                 found.append([RankState(**each) for each in note])
-        made = self._judge(list(chain.from_iterable(found)), sum(map(bool, found)))
+        made = self._judge([each for ranks in found for each in ranks], sum(map(bool, found)))
         self._store.post("judged", [now_s, *made])
         return made
 
@@ -405,8 +404,7 @@ class Watchdog:
 
     def _check(self) -> bool:
         """Check all ranks once, and report a new verdict; return whether to continue watching."""
-        seen = self._read_ranks()
-        if not seen:
+        if not (seen := self._read_ranks()):
             return True
         pids = {each.rank: each.pid for each in seen if each.pid}
         self.resources.update(pids)
@@ -454,8 +452,7 @@ class Watchdog:
         """Return the state of each rank of this machine."""
         found = []
         for rank, path in sorted(rank_files(self.run_dir, HEARTBEAT).items()):
-            heartbeat = read_object(path)
-            if not heartbeat:
+            if not (heartbeat := read_object(path)):
                 return []  # This rank may be the one that the others wait for; its next heartbeat comes soon.
             self.resources.devices[rank] = heartbeat["devices"]
             state, _ = rank_state.process_state(heartbeat["pid"])

@@ -31,7 +31,14 @@ from torch.optim import Optimizer
 
 from lockstep import activity
 from lockstep.accelerator import synchronize
-from lockstep.comm.collectives import Group, all_gather_object, broadcast_coalesced, broadcast_object, wait_for_transfer
+from lockstep.comm.collectives import (
+    Group,
+    all_gather_object,
+    broadcast_coalesced,
+    broadcast_object,
+    has_all_gather,
+    wait_for_transfer,
+)
 from lockstep.comm.generations import Membership
 from lockstep.comm.world import World
 from lockstep.containers import map_tensors
@@ -307,14 +314,13 @@ def exchange_state(
         tensors.append(torch.empty(tensor.shape, dtype=tensor.dtype, device=where))
         return tensors[-1]
 
+    carrier = device if has_all_gather(group, device) else torch.device("cpu")  # Gloo sends from host memory only
     # The structure first, with tensors that have a shape only.
     structure = map_tensors(state, take_out) if is_source else None
     data = pickle.dumps((structure, [tensor.is_cpu for tensor in tensors]))
-    size = torch.tensor([len(data)], device=device)
+    size = torch.tensor([len(data)], device=carrier)
     _move(size, source, to, group)
-    message = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device) if is_source else None
-    if message is None:
-        message = torch.empty(int(size), dtype=torch.uint8, device=device)
+    message = torch.frombuffer(bytearray(data if is_source else int(size)), dtype=torch.uint8).to(carrier)
     _move(message, source, to, group)
     received: dict[str, Any] = {}
     if not is_source:
@@ -322,7 +328,7 @@ def exchange_state(
         received = map_tensors(structure, put_in)
     for tensor in tensors:
         for part in tensor.reshape(-1).view(torch.uint8).split(_CHUNK_BYTES):
-            moved = part.to(device).contiguous()
+            moved = part.to(carrier).contiguous()
             _move(moved, source, to, group)
             if not is_source and moved.data_ptr() != part.data_ptr():
                 part.copy_(moved)

@@ -450,6 +450,8 @@ class Trainer:
             except Exception as error:
                 step_parts.explain_one_sample(error, micro)
                 step_parts.explain_out_of_memory(error, micro, num_micro)
+                if self.arithmetic.deterministic:
+                    reproducible.explain_unordered(error)
                 raise
             computed.append((micro, losses))
             timer.begin("data_wait")

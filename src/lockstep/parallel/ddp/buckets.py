@@ -246,7 +246,7 @@ class DenseBucket(_Members):
         super().__init__(spec, parameters, names)
         self._keep_held_gradients = keep_held_gradients
         self.tail_start = padded_numel(sum(each.numel() for each in self.parameters), spec.dtype.itemsize, num_slices)
-        self._message = list(message)
+        self._message = tuple(message)
         self._own_tail = torch.tensor([1.0] * len(self.parameters) + list(message)).to(spec.device, spec.dtype)
         # C multiplies these two dtypes. Gradients of parameters that are not contiguous may have another layout.
         is_known = spec.dtype in (torch.float32, torch.float64)
@@ -342,7 +342,7 @@ class DenseBucket(_Members):
         for place, (before, now) in enumerate(zip(self._message, message, strict=True), len(self.parameters)):
             if now != before:
                 self._own_tail[place] = now
-        self._message = list(message)
+        self._message = tuple(message)
 
     def _can_wait(self, gradients: Sequence[Tensor]) -> bool:
         """Return whether C can read them in place: hooks of the script may have put anything in ``param.grad``."""

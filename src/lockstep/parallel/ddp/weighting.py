@@ -4,7 +4,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence, Set
 from enum import Enum
-from functools import partial
+from functools import lru_cache, partial
 from numbers import Real
 from typing import Any
 
@@ -42,6 +42,7 @@ def check_weight(weight: Any) -> float:
     return number
 
 
+@lru_cache(maxsize=32)
 def encode_message(
     rank: int,
     world_size: int,
@@ -49,8 +50,9 @@ def encode_message(
     *,
     is_weighed: bool = False,
     is_missing: bool = False,
+    lacks_gradients: bool = False,
     num_updates: int | None = None,
-) -> list[float]:
+) -> tuple[float, ...]:
     """Return the message that a rank sends at the end of a step; see [Note: weight messages].
 
     Args:
@@ -59,12 +61,13 @@ def encode_message(
         weight: The total weight of its micro-batches.
         is_weighed: Whether it gave a weight.
         is_missing: Whether it gave none for some of them.
+        lacks_gradients: Whether parameters had no gradient.
         num_updates: How many times its optimizer has stepped since the last reduction; None: not known.
     """
     updates = 0 if num_updates is None else 1 + min(num_updates, 2)
     ranks = [0.0] * -(-world_size // 2)
     ranks[rank // 2] = float((is_missing + 2 * updates) * 16 ** (rank % 2))
-    return [weight, float(is_weighed), 0.0, *ranks]
+    return weight, float(is_weighed), float(lacks_gradients), *ranks
 
 
 def _decode_ranks(sums: Sequence[float]) -> list[int]:
@@ -81,9 +84,10 @@ def refuse_apart(sums: Sequence[float]) -> None:
     Raises:
         ConfigurationError: Since the last reduction, the optimizers of the ranks have stepped unequally often.
     """
-    ranks = grouped(range(2 * len(sums[3:])), [state >> 1 for state in _decode_ranks(sums)].__getitem__)
-    ranks.pop(0, None)  # not known
-    if len(ranks) > 1:
+    updates = [state >> 1 for state in _decode_ranks(sums)]
+    if len({*updates} - {0}) > 1:  # 0: not known
+        ranks = grouped(range(len(updates)), updates.__getitem__)
+        ranks.pop(0, None)
         times = ["", "not at all", "once", "more than once"]
         who = "; ".join(f"{times[each]} on rank {', '.join(map(str, ranks[each]))}" for each in sorted(ranks))
         raise ConfigurationError(
@@ -399,18 +403,16 @@ class Weights:
             self.window = AccumulationWindow(parameters, has_unweighed=has_unweighed, shares_batch=self.shares_batch)
         self.window.set_weight(weight)
 
-    def message(self) -> list[float]:
+    def message(self) -> tuple[float, ...]:
         """Return the message that this rank sends at the end of a step."""
         window, is_captured = self.window, is_capturing(self.device)
-        num_updates = USUAL_UPDATES if is_captured else self.num_updates
+        state: dict[str, Any] = {"lacks_gradients": self.lacks_gradients, "num_updates": self.num_updates}
+        if is_captured:
+            state = {"num_updates": USUAL_UPDATES}
         if window is None:
-            message = self.encode(is_missing=True, num_updates=num_updates)
-        else:
-            is_missing = window.has_unweighed or not window.is_weighed
-            weight, is_weighed = window.total / self._typical, window.is_weighed
-            message = self.encode(weight, is_weighed=is_weighed, is_missing=is_missing, num_updates=num_updates)
-        message[2] = float(self.lacks_gradients and not is_captured)
-        return message
+            return self.encode(is_missing=True, **state)
+        is_missing = window.has_unweighed or not window.is_weighed
+        return self.encode(window.total / self._typical, is_weighed=window.is_weighed, is_missing=is_missing, **state)
 
     def scale(
         self, indices: Sequence[int], used: Set[int], divisor: float | None, *, carries: bool = True

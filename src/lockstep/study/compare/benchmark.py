@@ -144,8 +144,7 @@ def choose(strategies: Sequence[str], *, cuda: bool) -> tuple[tuple[StrategyName
     Raises:
         ConfigurationError: There is no such strategy.
     """
-    unknown = [name for name in strategies if name not in POSSIBLE]
-    if unknown:
+    if unknown := [name for name in strategies if name not in POSSIBLE]:
         raise ConfigurationError(f"There is no strategy {unknown[0]!r}.\nChoose from: {', '.join(POSSIBLE)}.")
     wanted = [name for name in POSSIBLE if name in strategies or name == SINGLE]
     if cuda or "torch-dp" not in wanted:
@@ -196,13 +195,12 @@ class Benchmark:
         return Entrant(task, self.settings, strategy, world, num_devices, threads)
 
 
-# By strategy, the turns of a rank (none if it only waited), and the losses of all steps.
+# By strategy, the turns of a rank; none if it only waited.
 Turns = dict[str, list[Measurement]]
-Losses = dict[str, list[float]]
 
 
-def run_benchmark(benchmark: Benchmark, world: World) -> tuple[Setup, Turns, Losses]:
-    """Run all turns of all candidates and return what was set up, and the measurements of this rank.
+def run_benchmark(benchmark: Benchmark, world: World) -> tuple[Setup, Turns, dict[str, list[float]]]:
+    """Run all turns of all candidates; return what was set up, and by strategy the turns and losses of this rank.
 
     Collective: every rank of a launched job. Ranks that do not take part in a turn sleep.
     """

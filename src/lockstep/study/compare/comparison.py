@@ -106,11 +106,6 @@ class Candidate:
         self.last_loss = self.losses[-1]
         self.loss_difference = self.last_loss - (single or self).losses[-1]
 
-    @property
-    def core_wait_share(self) -> float:
-        """The part of a step in which it waited for a core."""
-        return median(turn.times.part("core_wait") / turn.times.total_s for turn in self.turns)
-
     def speed_over(self, other: Candidate) -> Spread:
         """Return how many times as fast as ``other`` this is, from the rounds' ratios."""
         return paired_ratio(_rates(self), _rates(other))
@@ -340,7 +335,7 @@ def judge(comparison: Comparison) -> Verdict:
             *_efficiency(comparison),
             *_against_torch(comparison),
         ]
-    sentences += [*_loss(comparison), *_noise(comparison), *_costs(comparison)]
+    sentences += [*_loss(comparison), *_noise(comparison), *(_costs(comparison) if comparison.others else ())]
     return Verdict(chosen.strategy, (*_core_wait(comparison), *sentences))
 
 
@@ -361,8 +356,7 @@ def _recommend(comparison: Comparison) -> tuple[Candidate, str]:
     tied = [each for each in comparison.others if each is nearest or each.speed_over(nearest).holds(1.0)]
     chosen = min(tied, key=lambda each: PREFERENCE.index(each.strategy))
     text = f"Use {chosen.strategy}: {chosen.speed_up.median:.2f}x single's speed {_range(chosen.speed_up)}."
-    rest = [each.strategy for each in tied if each is not chosen]
-    if rest:
+    if rest := [each.strategy for each in tied if each is not chosen]:
         text += f" {_and(rest)} {'ties' if len(rest) == 1 else 'tie'} with it."
     return chosen, text
 
@@ -421,7 +415,8 @@ def _efficiency(comparison: Comparison) -> list[str]:
 
 
 def _core_wait(comparison: Comparison) -> list[str]:
-    waits = {each.strategy: each.core_wait_share for each in comparison.contenders}
+    times = {each.strategy: [turn.times for turn in each.turns] for each in comparison.contenders}
+    waits = {name: median(one.part("core_wait") / one.total_s for one in of_turns) for name, of_turns in times.items()}
     if max(waits.values()) < CROWDED:
         return []
     during = _and([f"{name} {share:.0%}" for name, share in waits.items()])
@@ -434,16 +429,13 @@ def _core_wait(comparison: Comparison) -> list[str]:
 def _costs(comparison: Comparison) -> list[str]:
     setup, single = comparison.setup, comparison.single
     shares_cores = setup.device == "cpu" and single.num_threads > 1
+    num_alone = setup.num_devices if shares_cores else 1
     bought = []
     for each in comparison.others:
-        more = more_than_alone(
-            1 / each.speed_up.median, setup.num_devices, setup.num_devices if shares_cores else 1, setup.price
-        )
+        more = more_than_alone(1 / each.speed_up.median, setup.num_devices, num_alone, setup.price)
         per_sample_j = _joules_per_sample(each) - _joules_per_sample(single)
         energy = format_energy(3600 * single.samples_per_s.median * per_sample_j, "+")
         bought.append(f"{each.strategy} {more}, {energy}")
-    if not bought:
-        return []
     text = f"Compared with an hour of single, for the same samples: {'; '.join(bought)}."
     return [text + f" Single has the cores of all {_devices(setup)}, and counts as so many." * shares_cores]
 

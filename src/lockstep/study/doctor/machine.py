@@ -70,11 +70,6 @@ class TaskFacts:
         return -(-self.global_batch_size // self.world_size)
 
     @property
-    def checkpoint_bytes(self) -> int:
-        """Size of the weights, and of an optimizer state such as Adam's: twice the trained weights."""
-        return self.weight_bytes + 2 * self.trained_bytes
-
-    @property
     def largest_batch(self) -> int:
         """The largest global batch that the data set fills."""
         return max(self.world_size, self.num_samples or 0)
@@ -589,7 +584,8 @@ def disk_full(machine: Machine) -> Iterator[Problem]:
 
     Two checkpoints are kept while the next is written.
     """
-    size = machine.task.checkpoint_bytes if machine.task else 0
+    # The weights, and an optimizer state such as Adam's: twice the trained weights.
+    size = machine.task.weight_bytes + 2 * machine.task.trained_bytes if machine.task else 0
     if not machine.disk_problem and machine.free_bytes < (_KEPT * size or 2**30):
         what = f"{_KEPT} checkpoints of {format_bytes(size)}" if size else "a model"
         free = f"{machine.plan.checkpoint} has {format_bytes(machine.free_bytes)} left"

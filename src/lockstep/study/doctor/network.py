@@ -308,8 +308,7 @@ def read_versions() -> dict[str, str]:
     """Return the versions of this process, and its processor."""
     device = default_device()
     name = provenance.cpu_model() if device.type == "cpu" else torch.get_device_module(device).get_device_name()
-    nccl = {"nccl": nccl_version()} if device.type == "cuda" else {}
-    return provenance.versions() | {"processor": name} | nccl
+    return provenance.versions() | {"processor": name} | ({"nccl": nccl_version()} if device.type == "cuda" else {})
 
 
 @check(Job, Severity.SLOW)

@@ -1,7 +1,6 @@
 """The rules of faults to inject, written ``kind:key=value,key=value``, and the notes that ranks leave of them."""
 
 import json
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -174,13 +173,12 @@ def write(folder: Path, rule: Rule, *, rank: int, step: int) -> bool:
 
 def is_spent(folder: Path, rule: Rule) -> bool:
     """Return whether the fault has already struck, in this process or an earlier one."""
-    return os.path.exists(_path(folder, rule))
+    return _path(folder, rule).exists()
 
 
 def read(folder: Path, rule: Rule) -> Note | None:
     """Return the note; ``None`` if the fault has not struck, or killed the rank before it had written anything."""
-    found = read_object(_path(folder, rule))
-    return Note(**found) if found else None
+    return Note(**found) if (found := read_object(_path(folder, rule))) else None
 
 
 def _path(folder: Path, rule: Rule) -> Path:

@@ -94,12 +94,10 @@ class FaultInjector:
 
     def _on_forward_end(self, module: nn.Module, _args: Any, _output: Any) -> None:
         """Prepare faults that strike during backward, when the gradient of one parameter is computed."""
-        model = self._model()
-        if model is None or not torch.is_grad_enabled():
+        if (model := self._model()) is None or not torch.is_grad_enabled():
             return
         for rule in self._due("backward"):
-            owner, name, full_name = middle_parameter(model)
-            parameter = getattr(owner, name)
+            owner, parameter, full_name = middle_parameter(model)
             # A parameter of fully_shard is whole only while its own module computes, and hooks run only on the whole
             # parameter. Other parameters may be used by a different module, so the model's end is included.
             if module in (owner, model) and not _is_sharded(parameter):
@@ -187,12 +185,13 @@ class FaultInjector:
             print(text, file=sys.stderr, flush=True)  # the next thing may be SIGKILL
 
 
-def middle_parameter(model: nn.Module) -> tuple[nn.Module, str, str]:
-    """Return the module of a parameter in the middle of the model, its name there, and its name without wrappers."""
+def middle_parameter(model: nn.Module) -> tuple[nn.Module, Any, str]:
+    """Return the module of a parameter in the middle of the model, the parameter, and its name without wrappers."""
     trained = [name for name, found in model.named_parameters() if found.requires_grad and found.numel()]
     path, _, name = trained[len(trained) // 2].rpartition(".")
     full_name = ".".join(part for part in (*path.split("."), name) if part not in ("", "module"))
-    return model.get_submodule(path), name, full_name
+    owner = model.get_submodule(path)
+    return owner, getattr(owner, name), full_name
 
 
 def _is_sharded(parameter: Tensor) -> bool:
@@ -202,8 +201,7 @@ def _is_sharded(parameter: Tensor) -> bool:
 
 def flip_bit(model: nn.Module) -> str:
     """Flip one bit of one number of a parameter in the middle of the model; return which."""
-    owner, name, full_name = middle_parameter(model)
-    parameter = getattr(owner, name)
+    _, parameter, full_name = middle_parameter(model)
     numbers = (parameter.to_local() if _is_sharded(parameter) else parameter).detach()
     # Of the first number's second most significant byte: large enough to see, far too small to become infinite.
     numbers.as_strided((1,), (1,)).view(torch.uint8)[-2] ^= 0b0100_0000

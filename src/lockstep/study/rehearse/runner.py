@@ -268,8 +268,7 @@ def render(rehearsal: Rehearsal) -> RenderableType:
     """Return the table at the end of a rehearsal, with a verdict of one line below."""
     rows: list[list[str | Text]] = []
     for finding in rehearsal.findings:
-        note = finding.note
-        where = "" if note is None else f"\nrank {note.rank}, step {note.step}"
+        where = "" if (note := finding.note) is None else f"\nrank {note.rank}, step {note.step}"
         after = "-" if finding.noticed_s is None else f"{finding.noticed_s:.1f} s"
         outcome = Text(finding.outcome, style="" if finding.is_good else "bold red")
         rule = finding.rule.text.replace(",in=", ",\nin=")  # long rules are not broken within a word

@@ -193,8 +193,7 @@ def find_window(run: Recorded) -> list[dict[int, Timeline]]:
     by_rank = {rank: {each.step: each for each in record.timelines} for rank, record in sorted(run.ranks.items())}
     common = sorted(set.intersection(*map(set, by_rank.values()))) if by_rank else []
     # The beginnings of consecutive steps.
-    begins = [step for step in common if step - 1 not in common]
-    begin = begins[len(begins) // 2] if begins else 0
+    begin = begins[len(begins) // 2] if (begins := [step for step in common if step - 1 not in common]) else 0
     steps = itertools.takewhile(common.__contains__, range(begin, begin + MOST_STEPS))
     return [{rank: of_rank[step] for rank, of_rank in by_rank.items()} for step in steps]
 

@@ -18,7 +18,6 @@ from rich.text import Text
 from lockstep.errors import ConfigurationError
 from lockstep.study import drawing
 from lockstep.study.common import MIB, Shown, Table
-from lockstep.study.drawing import html_page, html_table, items
 from lockstep.study.report.figures import bars_of, find_costs, find_window
 from lockstep.study.report.view import BaselineComparison, View, compare_with_baseline, sentences, view_run
 from lockstep.telemetry.record import StepLine, Timeline
@@ -72,7 +71,7 @@ class Report(Shown):
         hosts = len({record.host for record in view.run.ranks.values()})
         subtitle = f"{view.run.folder} (ranks: {len(view.run.ranks)}, hosts: {hosts}, starts: {len(view.run.sessions)})"
         body = drawing.fill("report.html", parts)
-        return html_page(f"{view.task}: lockstep report", view.task, subtitle, sentences(view, baseline), body)
+        return drawing.html_page(f"{view.task}: lockstep report", view.task, subtitle, sentences(view, baseline), body)
 
     def __rich__(self) -> RenderableType:
         return Text("\n".join(self.sentences))
@@ -108,11 +107,11 @@ def report(
 
 
 def _listing(heading: str, texts: Sequence[str], look: str = "") -> str:
-    return f'<section class="{look}"><h2>{heading}</h2><ul>{items(texts)}</ul></section>' if texts else ""
+    return f'<section class="{look}"><h2>{heading}</h2><ul>{drawing.items(texts)}</ul></section>' if texts else ""
 
 
 def _folded(tables: Sequence[Table]) -> str:
-    shown = {escape(table.title): html_table(table) for table in tables if table.rows}
+    shown = {escape(table.title): drawing.html_table(table) for table in tables if table.rows}
     return "".join(f"<details><summary>{title}</summary>{table}</details>\n" for title, table in shown.items())
 
 
@@ -196,8 +195,7 @@ def draw(view: View, baseline: BaselineComparison | None = None) -> list[str]:
 
 def shown_ranks(view: View, most: int = MOST_ROWS) -> list[int]:
     """Return the ranks that a drawing shows: all, or if there are many, those that others wait for most."""
-    last_share = view.figures.last_share
-    return sorted(sorted(view.run.ranks, key=lambda rank: (-last_share.get(rank, 0.0), rank))[:most])
+    return sorted(sorted(view.run.ranks, key=lambda rank: (-view.figures.last_share.get(rank, 0.0), rank))[:most])
 
 
 def _parts(view: View) -> str | None:
@@ -266,8 +264,7 @@ _MOST_BARS = 12
 def draw_timeline(view: View) -> str | None:
     """Return the drawing, one step below the other; None if no step has a timeline of every rank."""
     ranks = shown_ranks(view, _MOST_RANKS)
-    steps = find_window(view.run)[: max(1, _MOST_BARS // max(1, len(ranks)))]
-    if not steps:
+    if not (steps := find_window(view.run)[: max(1, _MOST_BARS // max(1, len(ranks)))]):
         return None
     # Steps beside each other would be unreadable on a phone.
     figure, axes = drawing.make_axes(1.3 + 0.4 * len(steps) * (len(ranks) + 1), grid="x")

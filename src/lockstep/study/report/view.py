@@ -341,8 +341,7 @@ def _compare_losses(view: View, other: View, name: str) -> str:
     here, there = _losses(view), _losses(other)
     # As shares of the first loss: of a later one, which may be next to nothing, any rounding is much.
     scale = abs(there[min(there)]) or 1.0 if there else 1.0
-    apart = {step: abs(here[step] - there[step]) / scale for step in here if step in there}
-    if not apart:
+    if not (apart := {step: abs(here[step] - there[step]) / scale for step in here if step in there}):
         return f"This run and that on {name} have no step in common."
     # The batch size may be that of the task, which is not a setting, but a value of the session.
     sets = [each.run.config for each in (view, other)]
@@ -418,8 +417,7 @@ def _where(view: View) -> str:
     if rest := listed(is_named=False):
         is_lost = share < GOOD_BUSY and not view.is_starved
         text += f"; the rest {'can be gained:' if is_lost else 'is'} {rest}"
-    slow = figures.straggler
-    if slow is not None:
+    if (slow := figures.straggler) is not None:
         where = PARTS[slow.part].doing
         text += f"; the others wait {milliseconds(slow.lost_s)} in each step for rank {slow.rank} ({where})"
     elif critical.exposed_s is None and len(figures.by_rank) > 1:

@@ -143,8 +143,7 @@ class Findings:
     ) -> TraceComparison | None:
         """Compare two runs and record the result, under what was turned off; None if either failed."""
         if isinstance(expected, str) or isinstance(found, str):
-            reason = found if isinstance(found, str) else str(expected)
-            self.add_failed(trial, pair, reason)
+            self.add_failed(trial, pair, found if isinstance(found, str) else str(expected))
             return None
         comparison = compare(expected, found, tolerance, skip=skip)
         self.rows.append(Row(trial, pair, str(comparison), comparison.same))
@@ -230,8 +229,7 @@ def study_division(findings: Findings, given: Given, world: World, base: Off) ->
             live.update(switch for switch in _OF_DIVISION if switch in trace.live)
         return findings.compare(turned_off, PAIR, one, shares, tolerance_of(findings.subject), skip=["sample"])
 
-    plain = divide(frozenset(), "nothing")
-    if plain is not None and plain.same:
+    if (plain := divide(frozenset(), "nothing")) is not None and plain.same:
         return given
     weights = attempt(measure_weights, findings.subject, given, base, world.device)
     if isinstance(weights, str):
@@ -333,10 +331,8 @@ def study_ranks(findings: Findings, base: Off, shares: Runs, ranks: Runs, refere
     _add_values(findings, base, ranks, reference)
     if plain is not None and plain.same:
         return
-    nothing = compare_with(EVERYTHING, "all of the below")
-    if nothing is not None and nothing.first is None:
-        found = compare_with(BUT_RANDOM, "all but random state")
-        if found is not None and found.first is not None:
+    if (nothing := compare_with(EVERYTHING, "all of the below")) is not None and nothing.first is None:
+        if (found := compare_with(BUT_RANDOM, "all but random state")) is not None and found.first is not None:
             evidence = f"Forward draws other random numbers on a rank: without them the {found.first.kind} is the same."
             findings.add(Cause.RANDOM, evidence, OWN_GENERATOR)
         found = compare_with(BUT_STATE, "all but changes of buffers in forward")
@@ -365,17 +361,13 @@ def _add_values(findings: Findings, base: Off, ranks: Runs, reference: Sequence[
         of_training: tuple[Kind, ...] = ("loss", "gradient", "parameter", "buffer")
         return compare(reference, found, tolerance_of(findings.subject), skip=of_training)
 
-    found = compare_values(NOTHING)
-    if found is None:
+    if (found := compare_values(NOTHING)) is None:
         return
-    data = found.of_kind("size", "sample")
-    if data is not None and "data" not in base:
+    if (data := found.of_kind("size", "sample")) is not None and "data" not in base:
         findings.add(Cause.DATA, f"The ranks do not train on what one process trains on: {data}.")
-    start = found.of_kind("initial parameter", "initial buffer")
-    if start is not None and "initial" not in base:
+    if (start := found.of_kind("initial parameter", "initial buffer")) is not None and "initial" not in base:
         findings.add(Cause.MODEL, f"The ranks start from another model than one process: {start}.")
     # An epoch of another length also changes the schedule, so with other data the rates are compared without that.
     alone = found if data is None else compare_values(BUT_RATES)
-    rate = found.of_kind("learning rate") and alone and alone.of_kind("learning rate")
-    if rate:
+    if rate := found.of_kind("learning rate") and alone and alone.of_kind("learning rate"):
         findings.add(Cause.RATES, f"The ranks train with another {rate}.")

@@ -62,10 +62,8 @@ def verify(
         if error.__cause__ is None:
             raise
     # A form of the task from which every run can create a new copy.
-    form = task if isinstance(task, str) else cloudpickle.dumps(task)
-    subject = Subject(form, settings, devices, steps)
-    processes = partial(run_ranks, timeout_s=TIMEOUT_S)
-    return diagnose(subject, processes, (lambda _: None) if quiet else log)
+    subject = Subject(task if isinstance(task, str) else cloudpickle.dumps(task), settings, devices, steps)
+    return diagnose(subject, partial(run_ranks, timeout_s=TIMEOUT_S), (lambda _: None) if quiet else log)
 
 
 def diagnose(subject: Subject, processes: Processes, report: Callable[[str], None]) -> Verification:
@@ -171,8 +169,7 @@ def _with_fix(diagnosis: Diagnosis, alone: Outcome, ranks: Outcome, findings: Fi
     if diagnosis.cause in _BY_HAND:
         return diagnosis
     flag = f"--reproducible {findings.subject.num_devices}"
-    found = findings.compare(f"{flag} instead", "one process, ranks", alone, ranks, EXACT)
-    if found is None:
+    if (found := findings.compare(f"{flag} instead", "one process, ranks", alone, ranks, EXACT)) is None:
         return diagnosis
     if found.same:
         return replace(diagnosis, tried=f"Tried: with {flag}, one process and the ranks are the same run, to the bit.")
@@ -217,8 +214,7 @@ def run_alone(subject: Subject, world: World) -> Alone:
         found = train(subject, given=Given())
     traces, given = found
     subject = replace(subject, steps=tuple(given.samples))
-    again = compare(traces, train(subject, given=given)[0], EXACT)
-    return Alone(subject, given, traces, again, why_single)
+    return Alone(subject, given, traces, compare(traces, train(subject, given=given)[0], EXACT), why_single)
 
 
 @dataclass(frozen=True)
@@ -255,8 +251,7 @@ def study_alone(alone: Alone, world: World) -> AloneStudy:
     """Find the causes that a single process can find, and run the experiments that the ranks are compared with."""
     subject = alone.subject
     repetition, division = Findings(subject), Findings(subject)
-    base = causes.study_repetition(repetition, alone.given, world, alone.again)
-    if base is None:
+    if (base := causes.study_repetition(repetition, alone.given, world, alone.again)) is None:
         return AloneStudy(repetition, alone.given, None, division)
     # Such layers need the other ranks in forward, so one process cannot simulate them.
     if any("Sync" in kind for kind in alone.given.norms.values()):
@@ -477,12 +472,7 @@ class Rules(Shown):
 
 
 def verify_exchanges(
-    task: Task | str,
-    strategy: StrategyName,
-    *,
-    devices: int = 2,
-    steps: int = 4,
-    settings: Settings,
+    task: Task | str, strategy: StrategyName, *, devices: int = 2, steps: int = 4, settings: Settings
 ) -> Rules:
     """Train some steps of ``task`` on ranks that exchange parameters now and then, and check the rules.
 

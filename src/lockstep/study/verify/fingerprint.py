@@ -258,22 +258,21 @@ def compare(
 def _compare_all(expected: Sequence[Trace], found: Sequence[Trace], tolerance: Tolerance) -> Iterator[Difference]:
     """Yield every difference in any bit."""
     for name, size in expected[0].sizes.items():
-        ranks = [rank for rank, trace in enumerate(found) if trace.sizes[name] != size]
-        if ranks:
+        if ranks := [rank for rank, trace in enumerate(found) if trace.sizes[name] != size]:
             words = f"{found[ranks[0]].sizes[name]} instead of {size}"
             yield Difference("size", None, name, _some(ranks, found), math.inf, words)
-    models = [trace.initial for trace in expected], [trace.initial for trace in found]
-    yield from _compare_tensors(*models, None, tolerance, "initial parameter")
-    yield from _compare_tensors(*models, None, tolerance, "initial buffer")
+    models = [(theirs.initial, ours.initial) for theirs, ours in zip(expected, found, strict=True)]
+    yield from _compare_tensors(models, None, tolerance, "initial parameter")
+    yield from _compare_tensors(models, None, tolerance, "initial buffer")
     for number, step in enumerate(expected[0].steps):
-        theirs, ours = [trace.steps[number] for trace in expected], [trace.steps[number] for trace in found]
+        ours = [trace.steps[number] for trace in found]
         yield from _compare_samples(step, ours, is_stream=expected[0].is_stream)
         yield from _compare_losses(step, ours, tolerance)
         yield from _compare_rates(step, ours)
-        models = [one.tensors for one in theirs], [one.tensors for one in ours]
-        yield from _compare_tensors(*models, step.step, tolerance, "gradient")
-        yield from _compare_tensors(*models, step.step, tolerance, "parameter")
-        yield from _compare_tensors(*models, step.step, tolerance, "buffer")
+        models = [(trace.steps[number].tensors, one.tensors) for trace, one in zip(expected, ours, strict=True)]
+        yield from _compare_tensors(models, step.step, tolerance, "gradient")
+        yield from _compare_tensors(models, step.step, tolerance, "parameter")
+        yield from _compare_tensors(models, step.step, tolerance, "buffer")
 
 
 def _compare_samples(expected: StepTrace, found: Sequence[StepTrace], *, is_stream: bool) -> Iterator[Difference]:
@@ -313,8 +312,7 @@ def _compare_rates(expected: StepTrace, found: Sequence[StepTrace]) -> Iterator[
     # Without a tolerance: all processes compute rates from step and settings alone, by the same operations.
     for name in {**expected.rates, **found[0].rates}:
         theirs = expected.rates.get(name)
-        ranks = [rank for rank, step in enumerate(found) if step.rates.get(name) != theirs]
-        if ranks:
+        if ranks := [rank for rank, step in enumerate(found) if step.rates.get(name) != theirs]:
             ours = found[ranks[0]].rates.get(name)
             size = abs(ours - theirs) / abs(theirs) if ours is not None and theirs else math.inf
             words = f"{ours} instead of {theirs}"
@@ -322,14 +320,10 @@ def _compare_rates(expected: StepTrace, found: Sequence[StepTrace]) -> Iterator[
 
 
 def _compare_tensors(
-    expected: Sequence[ModelFingerprint],
-    found: Sequence[ModelFingerprint],
-    step: int | None,
-    tolerance: Tolerance,
-    kind: Kind,
+    models: Sequence[tuple[ModelFingerprint, ModelFingerprint]], step: int | None, tolerance: Tolerance, kind: Kind
 ) -> Iterator[Difference]:
     key = kind.removeprefix("initial ")
-    pairs = [(theirs[key], ours[key]) for theirs, ours in zip(expected, found, strict=True)]
+    pairs = [(theirs[key], ours[key]) for theirs, ours in models]
     # A gradient that should be zero is compared with the norm of all gradients.
     scale = math.hypot(*(one.norm for one in pairs[0][0].values()))
     # Buffers are unrelated, so each is compared with its own norm. From a gradient that is pure rounding, Adam makes
@@ -341,11 +335,9 @@ def _compare_tensors(
         if not any(sizes):
             continue
         ranks = [rank for rank, size in enumerate(sizes) if size > tolerance.relative]
-        words = ""
-        if ranks:
-            theirs, ours = pairs[ranks[0]]
-            words = _tensor_words(theirs.get(name), ours.get(name), max(sizes))
-        yield Difference(kind, step, name, _some(ranks, found), max(sizes), words)
+        theirs, ours = pairs[ranks[0] if ranks else 0]
+        words = _tensor_words(theirs.get(name), ours.get(name), max(sizes)) if ranks else ""
+        yield Difference(kind, step, name, _some(ranks, models), max(sizes), words)
 
 
 def _relative_distance(expected: Fingerprint | None, found: Fingerprint | None, least: float) -> float:

@@ -253,8 +253,7 @@ def _seen(label: str, owner: Any, name: str, constant: Callable[..., Any], *, is
 
     @functools.wraps(original)
     def draw(*args: Any, **kwargs: Any) -> Any:
-        watch = Watch.current
-        if watch is None or not watch.active:
+        if (watch := Watch.current) is None or not watch.active:
             return original(*args, **kwargs)
         watch.note_draw(label.format(name))
         watch.active = False  # it may call others of these
@@ -380,10 +379,7 @@ def digest(sample: Any) -> bytes:
     leaves, structure = tree_flatten(dict(sample) if isinstance(sample, Mapping) else sample)
     found = blake2b(str(structure).encode(), digest_size=12)
     for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            found.update(fingerprint(leaf).digest)
-        else:
-            found.update(cloudpickle.dumps(leaf))
+        found.update(fingerprint(leaf).digest if isinstance(leaf, Tensor) else cloudpickle.dumps(leaf))
     return found.digest()
 
 
@@ -631,8 +627,7 @@ def _leaves(loss: Tensor) -> Iterator[nn.Parameter]:
     """Yield the parameters that ``loss`` depends on, also those outside of the model."""
     seen, nodes = set(), [loss.grad_fn]
     while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
+        if (node := nodes.pop()) is not None and node not in seen:
             seen.add(node)
             nodes += [each for each, _ in node.next_functions]
             if isinstance(leaf := getattr(node, "variable", None), nn.Parameter):

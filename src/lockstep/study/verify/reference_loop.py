@@ -80,8 +80,7 @@ class ReferenceLoop:
         out_of = sum(float(part.out_of) for part in parts)
         # One gradient for all shares, as the engine computes from those of the ranks.
         for replicas in zip(*(share.model.parameters() for share in self.shares), strict=True):
-            grads = [parameter.grad for parameter in replicas if parameter.grad is not None]
-            if grads:
+            if grads := [parameter.grad for parameter in replicas if parameter.grad is not None]:
                 # A clone, because the optimizer of one share must not write into the gradient of another.
                 total = sum(grads[1:], start=grads[0].clone()) / (len(self.shares) * out_of / len(samples))
                 for parameter in replicas:
@@ -128,8 +127,7 @@ class FitLoop:
         """Train on the global batch of ``step``; return loss and rates."""
         if step != self._trainer.num_steps_done:  # the epoch's last step, right after the first ones
             self._trainer.load_state_dict(self._trainer.state_dict() | {"num_steps_done": step})
-        loss = float(self._trainer.step().loss)
-        return loss, read_rates(self._trainer.optimizer)
+        return float(self._trainer.step().loss), read_rates(self._trainer.optimizer)
 
 
 def perform(subject: Subject, experiment: Experiment, given: Given, world: World) -> list[Trace]:
@@ -274,11 +272,6 @@ class _Measured:
         """Whether all numbers are."""
         return bool(self.vector.isfinite().all())
 
-    @property
-    def is_constant(self) -> bool:
-        """Whether the loss is not zero, but depends on no parameter at these weights."""
-        return bool(self.size) and bool(self.vector[-1]) and not self.vector[:-1].any()
-
 
 def _measure(share: Share, samples: Samples, step: int) -> _Measured:
     if not samples:
@@ -362,7 +355,9 @@ def _solve(
             fits |= {kind for kind, each in pairs if division.is_close(division.rest(each), other.rest(each))}
         if not division.is_close(again.vector, whole.vector):
             fits = {"state"}
-    if "right" not in fits and sum(each.is_constant for each in (whole, *parts)) not in (0, len(parts) + 1):
+    # A loss that is not zero, but depends on no parameter at these weights.
+    constant = [bool(each.size and each.vector[-1]) and not each.vector[:-1].any() for each in (whole, *parts)]
+    if "right" not in fits and sum(constant) not in (0, len(constant)):
         fits.add("clamped")
     factors = tuple(weight * sum(sizes) / size if size else 1.0 for weight, size in zip(wanted, sizes, strict=True))
     return StepWeights(step, frozenset(fits), sizes, tuple(counted), tuple(wanted), factors)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ class Arithmetic:
 
     Args:
         threads: Cores that an operation on the CPU may use; None: torch's default.
-        deterministic: Whether to use deterministic kernels where they exist; otherwise torch warns.
+        deterministic: Whether to use deterministic kernels; torch refuses operations that have none, by name.
     """
 
     threads: int | None
@@ -46,13 +46,14 @@ class Arithmetic:
         """Apply these settings within the block, and restore the previous ones."""
         # The first query in a thread sets its number to that of the process, so query before setting.
         threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+        memory: Any = torch.utils.deterministic
+        mode, fills = torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory
         if self.deterministic:
             # cuBLAS reads this at its first use in the process.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True, warn_only=not deterministic or warn_only)
-            torch.backends.cudnn.benchmark = False
+            # With a warning only, attention on CUDA would use other orders of sums in each backward.
+            torch.use_deterministic_algorithms(True)
+            torch.backends.cudnn.benchmark = memory.fill_uninitialized_memory = False
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         try:
@@ -61,8 +62,23 @@ class Arithmetic:
             if self.threads is not None:
                 torch.set_num_threads(threads)
             if self.deterministic:
-                torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+                torch.set_deterministic_debug_mode(mode)
                 torch.backends.cudnn.benchmark = benchmark
+                memory.fill_uninitialized_memory = fills
+
+
+def explain_unordered(error: BaseException) -> None:
+    """Turn torch's error about an operation without a deterministic kernel into one that says who needs one.
+
+    Raises:
+        ConfigurationError: ``error`` is this one.
+    """
+    name, found, _ = str(error).partition(" does not have a deterministic implementation")
+    if found:
+        raise ConfigurationError(
+            f"reproducible: {name}{found} on this device, so each run would have other bits.\n"
+            "Use another operation, or omit reproducible."
+        ) from error
 
 
 # With its default settings, torch gives cuBLAS at least so much memory of a device at the first use.
