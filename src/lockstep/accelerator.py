@@ -20,14 +20,13 @@ only where it reads a result. So these waits are marked for the watchdog, see `l
 """
 
 import ctypes
-import functools
 import sys
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -59,7 +58,7 @@ def check_count(wanted: int) -> None:
         )
 
 
-@functools.cache
+@cache
 def widest_dtype(device: torch.device) -> torch.dtype:
     """Return the dtype for sums on ``device``: float64, or float32 if it has no float64, as some GPUs."""
     try:

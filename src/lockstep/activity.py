@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -113,6 +114,14 @@ def goes_on() -> bool:
     return any(thread.name == _IN_TIME for thread in threading.enumerate())
 
 
+def settle(outcome: Future[T], action: Callable[[], T]) -> None:
+    """Call ``action``, and give its result or its error to ``outcome``."""
+    try:
+        outcome.set_result(action())
+    except BaseException as error:
+        outcome.set_exception(error)
+
+
 def in_time(seconds: float, action: Callable[..., T], *args: Any) -> T:
     """Return what ``action(*args)`` returns, or raise what it raises. Blocks at most ``seconds``.
 
@@ -123,15 +132,8 @@ def in_time(seconds: float, action: Callable[..., T], *args: Any) -> T:
         TimeoutError: The action took longer.
     """
     outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(action(*args))
-        except BaseException as error:
-            outcome.set_exception(error)
-
     # Not an executor: Python waits for its threads at exit.
-    threading.Thread(target=run, name=_IN_TIME, daemon=True).start()
+    threading.Thread(target=settle, args=(outcome, partial(action, *args)), name=_IN_TIME, daemon=True).start()
     if not wait([outcome], seconds).done:
         raise TimeoutError(f"no answer in {seconds:.3g} s")
     return outcome.result()

@@ -178,13 +178,9 @@ def fit(task: Task, /, **settings: Any) -> FitResult:
     context = ray.train.get_context()
     storage = context.get_storage()
     folder = place_of(_url_of(storage))
-    all_settings = FitSettings(
-        **settings,
-        checkpoint=str(folder),
-        keep=sys.maxsize,
-        # What Ray knows of must be there; at the first start nothing is.
-        resume=True if ray.train.get_checkpoint() is not None else None,
-    )
+    # What Ray knows of must be there; at the first start nothing is.
+    resumes = True if ray.train.get_checkpoint() is not None else None
+    all_settings = FitSettings(**settings, checkpoint=str(folder), keep=sys.maxsize, resume=resumes)
     report = _reporter(storage)
     # All but the newest, from which to go on.
     found = find_checkpoints(folder)[1:] if context.get_world_rank() == 0 and folder.exists() else []

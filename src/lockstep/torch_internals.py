@@ -226,6 +226,7 @@ def check_batch_norm_input(layer: nn.SyncBatchNorm, input: Tensor) -> None:
         getattr(layer, check, bool)(input)
 
 
+@functools.cache
 def has_kernel(operation: str, device_type: str) -> bool:
     """Return whether ``operation`` of ATen runs on devices of this type. Without the functions: on CUDA."""
     try:

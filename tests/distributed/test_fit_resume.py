@@ -279,7 +279,7 @@ def test_a_rank_that_reads_a_stale_copy_is_refused(ranks, tmp_path):
             checkpoints.finish()
         with (
             Checkpoints(tmp_path, world) as checkpoints,
-            patch.object(checkpoint, "read_manifest", stale),
+            patch.object(checkpoint.storage, "read_manifest", stale),
             pytest.raises(CheckpointError) as caught,
         ):
             checkpoints.load(required=True)

@@ -150,9 +150,9 @@ def test_ranks_of_one_machine_each_get_gloo_and_the_group_of_all_is_shared_memor
         with mock.patch.object(hierarchy, "machine_id", return_value=str(world.rank)), shm_group() as group:
             name = backend_name(group)
         with shm_group() as group:
-            return name, backend_name(group), hierarchy.levels(group)[0]
+            return name, backend_name(group), isinstance(group, hierarchy.HierarchicalProcessGroup)
 
-    assert ranks(2)(body) == [("gloo", "shm", None)] * 2
+    assert ranks(2)(body) == [("gloo", "shm", False)] * 2
 
 
 def test_machines_with_different_numbers_of_ranks_get_gloo(ranks):

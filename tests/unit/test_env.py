@@ -266,7 +266,7 @@ def test_streams_that_are_closed_lead_nowhere(tmp_path):
 
 
 def test_a_display_without_standard_output_prints_nothing(monkeypatch):
-    from lockstep.train.fit import Display
+    from lockstep.telemetry.live_view import Display
 
     monkeypatch.setattr(sys, "stdout", None)
     monkeypatch.delenv("CI", raising=False)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from operator import attrgetter, is_not
 from types import ModuleType
 from typing import Any, Literal
@@ -317,11 +318,10 @@ def all_gather(tensor: Tensor, *, group: Group) -> Tensor:
     rows = tensor.new_empty((group.size(), *tensor.shape))
     options = dist.distributed_c10d.AllgatherOptions()
     if tensor.is_cpu or not has_all_gather(group, tensor.device):
-        _blocking("all_gather", lambda: group.allgather([list(rows)], [tensor], options))
+        start = partial(group.allgather, [list(rows)], [tensor], options)
     else:  # NCCL gathers into one tensor, and would copy from it to those of a list, with a kernel for each rank
-        _blocking(
-            "all_gather", lambda: torch_internals.all_gather_single(group, rows.flatten(), tensor.flatten(), options)
-        )
+        start = partial(torch_internals.all_gather_single, group, rows.flatten(), tensor.flatten(), options)
+    _blocking("all_gather", start)
     return rows
 
 
@@ -344,7 +344,7 @@ def all_gather_object(value: Any, *, group: Group, device: AnyDevice = "cpu") ->
     return [json.loads(part[:length].numpy().tobytes()) for part, length in zip(gathered.cpu(), lengths, strict=True)]
 
 
-def all_gather_different(value: Any, *, compared: Any = None, group: Group, device: AnyDevice = "cpu") -> list[Any]:
+def all_gather_different(value: Any, *, group: Group, device: AnyDevice = "cpu") -> list[Any]:
     """Return every rank's ``value``, by rank; a single one if all are equal, in which case only digests are sent.
 
     Collective: every rank, in the same order. Blocks until complete. For values that grow with the model: those of
@@ -352,12 +352,10 @@ def all_gather_different(value: Any, *, compared: Any = None, group: Group, devi
 
     Args:
         value: See :func:`all_gather_object`.
-        compared: The part that has to be equal; ``None``: all of ``value``.
         group: The ranks that take part.
         device: Where the bytes lie while they travel.
     """
-    text = json.dumps(value if compared is None else compared)
-    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    digest = int.from_bytes(hashlib.sha256(json.dumps(value).encode()).digest()[:7], "big")
     digests = all_gather(torch.tensor([digest], device=device), group=group).flatten().tolist()
     if len(set(digests)) == 1:  # all ranks see the same digests and take the same branch
         return [value]
@@ -414,8 +412,7 @@ def cpu_group(group: Group) -> Group:
     """
     if torch.device("cpu") in group._device_types:
         return group
-    ranks = dist.get_process_group_ranks(group)
-    made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    made = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup), "this rank is in it"
     return made
 
@@ -514,12 +511,10 @@ class _Exchange(Work):
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Block until the exchange is complete, at most for the group's timeout."""
-        works, self._works = self._works, []
-        for _, work in works:
-            wait_for_transfer(work, self._group)
-        result, self._result = self._result, lambda: None
-        result()
         if not self._future.done():
+            for _, work in self._works:
+                wait_for_transfer(work, self._group)
+            self._result()
             self._future.set_result(None)
         return True
 

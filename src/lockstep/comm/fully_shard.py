@@ -64,11 +64,6 @@ def fully_shard_units(root: nn.Module, units: Iterable[nn.Module], *, group: Gro
     return True
 
 
-def sum_gradients(root: nn.Module, *, over_ranks: bool) -> None:
-    """Choose whether the next backward reduces gradients over the ranks, or only accumulates them on this rank."""
-    root.set_requires_gradient_sync(over_ranks)  # type: ignore[operator]
-
-
 def is_sharded(tensor: object) -> bool:
     """Return whether a rank holds only a part of ``tensor``."""
     # The import takes a second. While the module is not imported, there are no such tensors.

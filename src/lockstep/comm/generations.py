@@ -29,15 +29,13 @@ from dataclasses import replace
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.constants import default_pg_timeout
 
 from lockstep import activity, run_folder
-from lockstep.comm import rendezvous
 from lockstep.comm.network import cut_links
-from lockstep.comm.rendezvous import JOINS
+from lockstep.comm.rendezvous import JOINS, poll_interval_s, poll_until
 from lockstep.comm.shm.process_group import CpuProcessGroup
-from lockstep.comm.store import USE_LIBUV
+from lockstep.comm.store import open_store
 from lockstep.comm.world import BARRIER_TIMEOUT_S, World, destroy_default_group, form_group
 from lockstep.env import RankEnv, machine_timeout_s
 from lockstep.errors import CollectiveError, LockstepError
@@ -133,7 +131,7 @@ class Membership:
             if self._world.local_world_size < self._world.world_size:
                 # So that the ranks of other machines, which may wait for this one, notice it, too.
                 interrupt_groups()
-        rendezvous.poll_until(lambda: self.newer() is not None, limit_s, _PERIOD_S)
+        poll_until(lambda: self.newer() is not None, limit_s, _PERIOD_S)
         return self.newer()
 
     def _watch(self) -> None:
@@ -173,13 +171,12 @@ class Membership:
                 interrupt_groups()
             self._announce(found.number)
             deadline = time.monotonic() + limit_s if is_member else math.inf
-            if not is_member:
-                continue
-            destroy_default_group(abort=True, at_exit=False, is_cut=True)
-            restart_group_names()
-            with activity.waiting(activity.REJOIN), suppress(_Superseded):
-                self._enter(found, deadline)
-                return found
+            if is_member:
+                destroy_default_group(abort=True, at_exit=False, is_cut=True)
+                restart_group_names()
+                with activity.waiting(activity.REJOIN), suppress(_Superseded):
+                    self._enter(found, deadline)
+                    return found
 
     def _enter(self, found: Generation, deadline: float) -> None:
         """Meet the other processes of a generation, and create the default group with them."""
@@ -204,9 +201,9 @@ class Membership:
         base = met.store
         if found.store is not None:
             # A store for this start of the job, which some of its machines may have joined later.
-            prefix, base = f"lockstep/generation/{found.number}", _open_store(found.store)
+            prefix, base = f"lockstep/generation/{found.number}", open_store(found.store, _CONNECT_S)
             env = replace(env, master_addr=found.store[0])
-        store = PrefixStore(prefix, base)
+        store = dist.PrefixStore(prefix, base)
         store.set(f"here/{env.rank}", "")
         keys = [f"here/{other}" for other in range(env.world_size)]
 
@@ -215,8 +212,8 @@ class Membership:
                 raise _Superseded
             return store.check(keys)
 
-        pause_s = rendezvous.poll_interval_s(env.world_size)
-        if not rendezvous.poll_until(have_all_come, deadline - time.monotonic(), min(pause_s, _PERIOD_S)):
+        pause_s = poll_interval_s(env.world_size)
+        if not poll_until(have_all_come, deadline - time.monotonic(), min(pause_s, _PERIOD_S)):
             raise CollectiveError(f"Rank {env.rank} waited too long for the other ranks of generation {found.number}.")
         base.set_timeout(timedelta(seconds=_CONNECT_S))
         try:
@@ -263,8 +260,3 @@ def interrupt_groups() -> None:
             if device.type != "cpu":
                 with suppress(RuntimeError):
                     backend_of(group, device).abort()
-
-
-def _open_store(address: tuple[str, int]) -> dist.Store:
-    limit = timedelta(seconds=_CONNECT_S)
-    return TCPStore(*address, None, is_master=False, timeout=limit, wait_for_workers=False, use_libuv=USE_LIBUV)

@@ -290,16 +290,6 @@ def sum_rows(received: Tensor, output: Tensor) -> None:
         torch.sum(received.view(-1, output.numel()), dim=0, dtype=output.dtype, out=output.view(-1))
 
 
-def levels(group: dist.ProcessGroup) -> tuple[ShmProcessGroup | None, dist.ProcessGroup]:
-    """Return the group of this machine's ranks, and that of the ranks with the same local rank on all machines.
-
-    Without a hierarchy: None, and ``group`` itself.
-    """
-    if isinstance(group, HierarchicalProcessGroup):
-        return group.inside, group.between
-    return None, group
-
-
 # --- how the ranks make a group together ------------------------------------------------------------------------------
 
 

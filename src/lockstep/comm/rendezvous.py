@@ -6,20 +6,19 @@ import multiprocessing
 import os
 import signal
 import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
-import torch.distributed as dist
-from torch.distributed import HashStore, Store, TCPStore
+from torch.distributed import DistError, HashStore, Store, TCPStore
 
-from lockstep.activity import format_ranks
+from lockstep.activity import format_ranks, in_time
 from lockstep.comm.store import USE_LIBUV, listen, read_present, serve_store
 from lockstep.env import AGENT_STORE, LAUNCHER_STORE, RankEnv, is_loopback
 from lockstep.errors import ConfigurationError, LockstepError, WorldSizeMismatch
@@ -136,20 +135,13 @@ def _connect(env: RankEnv, address: Address, timeout_s: float, *, host: str) -> 
 def _client(env: RankEnv, address: Address, timeout_s: float) -> Store | None:
     """Connect to the server, or return ``None`` if the program that answers there is not a store.
 
-    Connects in a thread, which is abandoned when the time is up: torch's client waits without limit for a program that
-    accepts connections but does not answer.
+    torch's client waits without limit for a program that accepts connections but does not answer.
     """
-    found: list[Store] = []
-
-    def connect() -> None:
-        with suppress(dist.DistError):
-            limit = timedelta(seconds=timeout_s)
-            found.append(TCPStore(*address, env.world_size, is_master=False, timeout=limit, use_libuv=USE_LIBUV))
-
-    thread = threading.Thread(target=connect, name="lockstep-connect", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    return found[0] if found else None
+    limit = timedelta(seconds=timeout_s)
+    connect = partial(TCPStore, *address, env.world_size, is_master=False, timeout=limit, use_libuv=USE_LIBUV)
+    with suppress(RuntimeError, TimeoutError):  # c10d's errors are RuntimeErrors
+        return in_time(timeout_s, connect)
+    return None
 
 
 # --- Where the ranks of a group meet
@@ -183,8 +175,7 @@ def meeting_place(host: str | None, port: int, rank: int, world_size: int) -> tu
         )
         # The rank that started this process may not look at how it ends, and would then end normally.
         text = f"{type(error).__name__}: {error}"
-        record = FailureRecord(text, type(error).__name__, trace=text, time_ns=time.time_ns())
-        record.write(env[RUN_DIR], own_name())
+        FailureRecord(text, type(error).__name__, trace=text, time_ns=time.time_ns()).write(env[RUN_DIR], own_name())
         os.kill(parent.pid or 0, signal.SIGTERM)
         raise error
     if not is_launchers and is_loopback(host or "") and env.get("LOCAL_WORLD_SIZE", size) != size:
@@ -250,7 +241,7 @@ def naming_a_lost_store(me: Participant) -> Iterator[None]:
     """Raise WorldSizeMismatch, with what to check, if the store cannot be reached any more."""
     try:
         yield
-    except dist.DistError as error:
+    except DistError as error:
         raise WorldSizeMismatch(
             f"Rank {me.rank} of {me.world_size} lost the connection to the store while it waited for the "
             "other ranks: the process that hosts it ended.\n"

@@ -14,9 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch.distributed as dist
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
 from torch.distributed import HashStore as HashStore
-from torch.distributed import PrefixStore, Store, TCPStore
 
 from lockstep.comm.network import open_sockets
 from lockstep.env import is_loopback
@@ -66,7 +65,7 @@ def serve_store(
     open_store = partial(TCPStore, here, port, world_size, timeout=limit, wait_for_workers=False, use_libuv=USE_LIBUV)
     if one_user:
         server = StoreServer(listener)
-        with suppress(dist.DistError):  # a later c10d may speak another protocol
+        with suppress(DistError):  # a later c10d may speak another protocol
             store = open_store(is_master=False)
             if store.add("lockstep/hosted", 1) == 1 and store.get("lockstep/hosted") == b"1":
                 weakref.finalize(store, server.close)
@@ -418,7 +417,7 @@ class InterNodeStore:
         """Use the store at ``address`` from now on; earlier notes are not copied."""
         self._address = address
         # Replaced as one object, because another thread may be using the old one.
-        self._notes = _Notes(self._prefix, partial(_connect, address), address)
+        self._notes = _Notes(self._prefix, partial(open_store, address), address)
 
     def is_host(self) -> bool:
         """Return whether the store runs in this process and ends with it."""
@@ -476,6 +475,7 @@ class InterNodeStore:
         return found[-1]
 
 
-def _connect(address: tuple[str, int]) -> Store:
-    limit = timedelta(seconds=_CONNECT_S)
+def open_store(address: tuple[str, int], limit_s: float = _CONNECT_S) -> Store:
+    """Connect to a store that runs, for at most ``limit_s``, which is also the limit of each request."""
+    limit = timedelta(seconds=limit_s)
     return TCPStore(*address, None, False, timeout=limit, wait_for_workers=False, use_libuv=USE_LIBUV)

@@ -8,7 +8,6 @@ import os
 import random
 import socket
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -30,7 +29,6 @@ from lockstep.comm import hierarchy, rendezvous
 from lockstep.comm.collectives import backend_name
 from lockstep.comm.network import GLOO_INTERFACE, allow_open_files, gloo_interface, noting_links, set_keepalive
 from lockstep.comm.process import keep_freed_memory, make_forks_safe
-from lockstep.comm.rendezvous import JOINS
 from lockstep.comm.shm.process_group import CpuProcessGroup
 from lockstep.comm.store import read_present
 from lockstep.env import Launcher, RankEnv
@@ -121,29 +119,16 @@ def destroy_default_group(*, abort: bool, at_exit: bool, is_cut: bool = False) -
         for group in process_groups():
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
-    failure: list[Exception] = []
-
-    def leave() -> None:
-        try:
-            if abort:
-                abort_process_group()
-            else:
-                dist.destroy_process_group()
-        except Exception as error:
-            failure.append(error)
-
-    # In a thread, which is abandoned if it takes too long: NCCL may wait for a peer that will never answer.
-    thread = threading.Thread(target=leave, name="lockstep-teardown", daemon=True)
-    thread.start()
-    thread.join(LEAVE_TIMEOUT_S)
-    if thread.is_alive():
+    try:  # NCCL may wait for a peer that will never answer
+        activity.in_time(LEAVE_TIMEOUT_S, abort_process_group if abort else dist.destroy_process_group)
+    except TimeoutError:
         print(
             f"lockstep: the process group could not be closed within {LEAVE_TIMEOUT_S:g} s, as another rank may be "
             "stuck; it is left to the end of this process.",
             file=sys.stderr,
         )
-    elif failure:
-        warnings.warn(f"closing the process group failed: {failure[0]}", RuntimeWarning, stacklevel=2)
+    except Exception as error:
+        warnings.warn(f"closing the process group failed: {error}", RuntimeWarning, stacklevel=2)
 
 
 # Gloo waits this many times its timeout for a connection.
@@ -155,12 +140,7 @@ Owned = tuple[rendezvous.Rendezvous, ExitStack]
 
 
 def form_group(
-    env: RankEnv,
-    store: dist.Store,
-    backend: str,
-    device: torch.device,
-    timeout_s: float,
-    undo: ExitStack,
+    env: RankEnv, store: dist.Store, backend: str, device: torch.device, timeout_s: float, undo: ExitStack
 ) -> dist.ProcessGroup:
     """Create the default process group of the ranks that have met in ``store``, and return it.
 
@@ -309,7 +289,7 @@ class World:
     @property
     def is_late(self) -> bool:
         """Whether this process prepares alone to take a place in a job that runs; see comm/generations.py."""
-        return JOINS in os.environ and self.owned is not None
+        return rendezvous.JOINS in os.environ and self.owned is not None
 
     @property
     def is_rank_zero(self) -> bool:
@@ -514,16 +494,15 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
             objection = str(error)  # the membership check raises it, on the other ranks as well
         # c10d would also wait for missing ranks, but would not name them. Ranks with different backends would hang in
         # their first collective.
-        if objection is not None and JOINS in os.environ:
+        if objection is not None and rendezvous.JOINS in os.environ:
             raise ConfigurationError(objection)
-        if env.world_size > 1 and JOINS not in os.environ:
+        if env.world_size > 1 and rendezvous.JOINS not in os.environ:
             meet(PrefixStore(f"{met.prefix}/members", met.store), me._replace(backend=name), objection=objection)
     with ExitStack() as stack:
         alone = replace(env, rank=0, local_rank=0, world_size=1, local_world_size=1)
-        is_late = JOINS in os.environ
+        is_late = rendezvous.JOINS in os.environ
         store: dist.Store = HashStore() if is_late else PrefixStore(met.prefix, met.store)
-        place = alone if is_late else env
-        group = form_group(place, store, name, chosen, timeout_s, stack)
+        group = form_group(alone if is_late else env, store, name, chosen, timeout_s, stack)
         undo = stack.pop_all()
     # Groups that are created later exchange addresses through the store, and wait for each other there.
     met.store.set_timeout(default_pg_timeout)
@@ -569,10 +548,8 @@ def _allow_connections(env: RankEnv, backend: str) -> None:
 def _env_of(group: dist.ProcessGroup) -> RankEnv:
     """Return this rank's place in ``group``; if the environment does not describe it, all ranks count as local."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    try:
+    with suppress(ConfigurationError):  # the group was created without these variables: they may be inconsistent
         env = RankEnv.from_environ(os.environ)
         if (env.rank, env.world_size) == (rank, world_size):
             return env
-    except ConfigurationError:
-        pass  # The group was created without these variables, so they may be inconsistent.
     return RankEnv(rank, rank, world_size, world_size, 0, None, None, Launcher.NONE)

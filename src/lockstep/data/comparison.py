@@ -105,8 +105,7 @@ def check_same_data(
     if length is not None:
         indices = [mix(seed, _COMPARED, number) % length for number in range(_NUM_COMPARED)]
         how = replace(how, collate=checksum, workers=min(how.workers, 1), pin_memory=False)
-        requests = [Request(0, 0, length, {0: indices})] * _NUM_READS
-        read = load(samples, requests, how, seed=seed, epochs=epochs)
+        read = load(samples, [Request(0, 0, length, {0: indices})] * _NUM_READS, how, seed=seed, epochs=epochs)
         first, *others = {"" if micro.bad else micro.batches[0] for micro in read}
         check_same_samples("" if others else first, field, 0, group=group, device=device)
 

@@ -80,6 +80,13 @@ class BadSample(NamedTuple):
         """The sample and the cause, in one line."""
         return f"sample {self.sample}: {self.cause.splitlines()[0]}"
 
+    def error(self, text: str, sample: int | str | None) -> DataError:
+        """Return the error that ends the run because of it."""
+        error = DataError(text, file=self.file, offset=self.offset, sample=sample)
+        if self.trace is not None:
+            error.add_note(self.trace)
+        return error
+
 
 def _is_library(filename: str) -> bool:
     return "site-packages" in filename or filename.startswith((str(Path(__file__).parent), "<frozen"))
@@ -98,11 +105,7 @@ def stop_error(bad: Sequence[BadSample], data: str, *, evaluation: bool) -> Data
             len(bad) > 1
         )
         tail = f"{more}{_ADVICE}"
-    text = f"{head}\n{first.cause}\n{tail}"
-    error = DataError(text, file=first.file, offset=first.offset, sample=first.sample)
-    if first.trace is not None:
-        error.add_note(first.trace)
-    return error
+    return first.error(f"{head}\n{first.cause}\n{tail}", first.sample)
 
 
 def _first_few(numbers: Sequence[int]) -> str:
@@ -436,9 +439,6 @@ class Prefetcher:
         self._streams = {device: torch.Stream(device) for device in devices.values()}
         self._ahead: MicroBatch | None = None
 
-    def __iter__(self) -> Iterator[MicroBatch]:
-        return self
-
     def __next__(self) -> MicroBatch:
         """Return the next micro-batch, usable on each device's current stream."""
         batch, self._ahead = self._ahead or self._copy(), None
@@ -488,17 +488,25 @@ class BatchIterator:
         can_rewind: Whether the micro-batches of a step are kept for `rewind`, which takes their memory on the device.
     """
 
-    _note: StreamNote | None
-    _note_before: StreamNote | None
-    _again: list[MicroBatch]
-    _of_step: list[MicroBatch]
-    _batches: Iterator[MicroBatch] | None
-
     def __init__(self, open_at: Callable[..., Iterator[MicroBatch]], devices: Mapping[int, torch.device]) -> None:
         self._open_at, self._devices = open_at, devices
         self.copies: list[Copy] | None = None
         self.can_rewind = False
         self.seek(0)
+
+    def seek(self, step: int, state: dict[str, Any] | None = None) -> None:
+        """Continue with ``step``, counted from 0 over all epochs.
+
+        Args:
+            step: The step of the next micro-batch.
+            state: Of a stream, the result of `state` after the previous step.
+        """
+        self._step, self._state = step, state
+        self._note: StreamNote | None = None
+        self._note_before: StreamNote | None = None
+        self._again: list[MicroBatch] = []  # to return before others
+        self._of_step: list[MicroBatch] = []
+        self._batches: Iterator[MicroBatch] | Prefetcher | None = None  # with whose iterator their processes end
 
     def next(self) -> MicroBatch:
         """Return the next micro-batch, on the devices. Starts the loader's processes if there are none yet."""
@@ -524,18 +532,6 @@ class BatchIterator:
         """Start to copy the next micro-batch to the devices while they compute."""
         if isinstance(self._batches, Prefetcher):
             self._batches.start_next()
-
-    def seek(self, step: int, state: dict[str, Any] | None = None) -> None:
-        """Continue with ``step``, counted from 0 over all epochs.
-
-        Args:
-            step: The step of the next micro-batch.
-            state: Of a stream, the result of `state` after the previous step.
-        """
-        self._step, self._state, self._note = step, state, None
-        # Those to return before others, and those of the current step.
-        self._again, self._of_step, self._note_before = [], [], None
-        self.close()
 
     def state(self) -> dict[str, Any] | None:
         """Return the stream's position after the last micro-batch's step; None if unknown or without a stream.

@@ -54,13 +54,13 @@ _INEXACT = "does not restore the same samples, as with a shuffle buffer"
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A stream that can return its position, and continue from there with the next ``iter``."""
+    """A stream that can continue, or a part of a training loop, such as a model, an optimizer or a sampler."""
 
     def state_dict(self) -> Any:
-        """Return its position: after the last sample that it returned."""
+        """Return its state; that of a stream is its position after the last sample that it returned."""
 
-    def load_state_dict(self, state: Any) -> None:
-        """Make the next ``iter`` continue from ``state``; the one after that starts from the beginning."""
+    def load_state_dict(self, state: Any, /) -> Any:
+        """Go on from ``state``. A stream does in the next ``iter``; the one after that starts from the beginning."""
 
 
 @dataclass(frozen=True)
@@ -193,17 +193,12 @@ class StreamReader:
 def _stream_error(error: Exception, number: int, epoch: int, step: int) -> DataError:
     """Return the error to raise for an error of the stream: with the same text in a loader process and in this one."""
     bad = BadSample.of(error, number, epoch, step)
-    found = DataError(
+    return bad.error(
         f"The stream of Task.dataset cannot be read (epoch {epoch}, step {step}, sample {number} of it).\n{bad.cause}\n"
         "Repair or remove what cannot be read. A stream ends where it raises an error, whatever bad_samples says; what "
         "has a length and an index can go on without such samples.",
-        file=bad.file,
-        offset=bad.offset,
-        sample=error.sample if isinstance(error, DataError) else None,
+        error.sample if isinstance(error, DataError) else None,
     )
-    if bad.trace is not None:
-        found.add_note(bad.trace)
-    return found
 
 
 # --- Micro-batches of a stream

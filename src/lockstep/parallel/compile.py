@@ -4,6 +4,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from torch import nn
+
 from lockstep.torch_internals import end_graph_at, leave_frames
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -32,6 +34,12 @@ def keep_out_of_graphs(function: _Function) -> _Function:
     # compiled step runs its backward.
     end_graph_at(function)
     return leave_all_uncompiled(function)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether ``module`` is the result of ``torch.compile``. Does not import the compiler, which takes long."""
+    eval_frame: Any = sys.modules.get("torch._dynamo.eval_frame")
+    return eval_frame is not None and isinstance(module, eval_frame.OptimizedModule)
 
 
 def has_compiled() -> bool:

@@ -53,9 +53,8 @@ from torch.futures import Future
 from typing_extensions import override
 
 from lockstep.accelerator import is_capturing, recorded_event, start_thread, synchronize
-from lockstep.comm import collectives
-from lockstep.comm.collectives import Group, Work, cpu_group, is_native, wait_for
-from lockstep.comm.hierarchy import HierarchicalProcessGroup, levels, start_exchange
+from lockstep.comm.collectives import Group, Work, all_reduce_work, cpu_group, is_native, wait_for, wait_for_transfer
+from lockstep.comm.hierarchy import HierarchicalProcessGroup, start_exchange
 from lockstep.comm.network import gloo_cause
 from lockstep.comm.shm.communicator import block_codec
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError, is_of_signal_handler
@@ -64,8 +63,7 @@ from lockstep.parallel.ddp.comm_hooks import BucketReduction, CastAllReduce, is_
 from lockstep.parallel.flat import cut_views
 
 # A tensor within a flat one: a key that is the same in every step, and its shape.
-Member = tuple[int, torch.Size]
-Members = Sequence[Member]
+Members = Sequence[tuple[int, torch.Size]]
 Pair = tuple[Tensor, Tensor]
 
 _NOTHING = torch.empty(0, device="cpu")
@@ -369,7 +367,7 @@ class _Peers:
         """
         for peer, work in self._works:
             try:
-                collectives.wait_for_transfer(work, self._group)
+                wait_for_transfer(work, self._group)
             except RuntimeError as error:
                 if isinstance(error, LockstepError) or is_of_signal_handler(error):
                     raise
@@ -472,7 +470,7 @@ def make_reduction(method: str, bucket_set: BucketSet, group: Group) -> BucketRe
         ConfigurationError: There is no such method, or the group cannot send messages.
     """
     codec = make(method)
-    if isinstance(codec, Cast) and levels(group)[0] is None:
+    if isinstance(codec, Cast) and not isinstance(group, HierarchicalProcessGroup):
         return CastAllReduce(bucket_set, group, codec.dtype)
     if not is_native(group):
         raise ConfigurationError(
@@ -511,10 +509,10 @@ class CompressedMean(BucketReduction):
 
     def __init__(self, bucket_set: BucketSet, group: Group, codec: Codec) -> None:
         self._bucket_set, self._group, self._codec = bucket_set, group, codec
-        inside, between = levels(group)
-        self._hierarchy = group if inside is not None and isinstance(group, HierarchicalProcessGroup) else None
+        self._hierarchy = group if isinstance(group, HierarchicalProcessGroup) else None
+        inside = self._hierarchy and self._hierarchy.inside
         self._place, self._num_places = (0, 1) if inside is None else (inside.rank(), inside.size())
-        self._messages = between if self._hierarchy is not None else None  # the group that sends; None: found later
+        self._messages = self._hierarchy and self._hierarchy.between  # the group that sends; None: found later
         self.finishes_alone = self._hierarchy is None
         self._stream: torch.Stream | None = None  # of copies to the host
         self._on_host: dict[Bucket, Tensor] = {}  # payloads, from `start` to `finish`
@@ -527,7 +525,7 @@ class CompressedMean(BucketReduction):
     @override
     def start(self, bucket: Bucket, *, alone: bool) -> Future[Any]:
         if not is_compressible(bucket):
-            return collectives.all_reduce_work(bucket.payload, group=self._group).get_future()
+            return all_reduce_work(bucket.payload, group=self._group).get_future()
         before: list[Callable[[], object]] = []
         if self._hierarchy is not None:
             before.append(self._hierarchy.all_reduce_inside(bucket.payload).wait)

@@ -220,8 +220,7 @@ def replica_of(
                     replica[f"buffer {prefix}{name}"] = buffer
     # Each rank has only a part of the state of a ZeroRedundancyOptimizer, ours or torch's.
     if optimizer is not None and all(cls.__name__ != "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        for index, parameter in enumerate(parameters):
+        for index, parameter in enumerate(each for group in optimizer.param_groups for each in group["params"]):
             owner = names.get(parameter, f"the optimizer's parameter {index}")
             for name, value in optimizer.state.get(parameter, {}).items():
                 replica[f"{name} of {owner}"] = value

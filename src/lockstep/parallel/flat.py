@@ -21,7 +21,7 @@ def padded_numel(numel: int, itemsize: int, num_slices: int) -> int:
     return -(-max(numel, 1) // unit) * unit
 
 
-def _order_in_memory(parameter: Tensor) -> list[int] | None:
+def order_in_memory(parameter: Tensor) -> list[int] | None:
     """Return the dimensions from the largest stride to the smallest; None if it overlaps itself or has gaps."""
     order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
     return order if parameter.permute(order).is_contiguous() else None
@@ -29,7 +29,7 @@ def _order_in_memory(parameter: Tensor) -> list[int] | None:
 
 def view_like(piece: Tensor, parameter: Tensor) -> Tensor:
     """Return the flat ``piece`` in the shape of ``parameter``; dense strides such as channels_last are kept."""
-    if _order_in_memory(parameter) is None:
+    if order_in_memory(parameter) is None:
         return piece.view(parameter.shape)
     # autograd accumulates fastest, and without a warning, into gradients with the strides of their parameter.
     return piece.as_strided(parameter.shape, parameter.stride())
@@ -46,7 +46,7 @@ def flatten_like(value: Tensor, parameter: Tensor) -> Tensor:
 
     The inverse of `view_like`. A view if ``value`` has the strides of the parameter.
     """
-    order = _order_in_memory(parameter)
+    order = order_in_memory(parameter)
     return value.reshape(-1) if order is None else value.permute(order).reshape(-1)
 
 
@@ -122,12 +122,13 @@ def multiply_(grads: Iterable[Tensor], factor: Tensor) -> None:
             foreach_mul_(alike, local)
 
 
-def are_finite(grads: Iterable[Tensor], norm: Tensor) -> bool:
-    """Return whether all elements of ``grads`` are finite. ``norm`` is their norm times a finite factor.
+def are_finite(tensors: Iterable[Tensor], norm: Tensor | None = None) -> bool:
+    """Return whether all elements are finite. ``norm`` is their norm times a finite factor, if known.
 
     Blocks on CUDA. All ranks with the same gradients return the same value.
     """
-    if math.isfinite(float(norm)):
+    if norm is not None and math.isfinite(float(norm)):
         return True
     # The sum of squares may overflow on one machine and not on another, so the elements are checked.
-    return all(bool(torch.isfinite(grad.coalesce().values() if grad.is_sparse else grad).all()) for grad in grads)
+    numbers = [each.detach() for each in tensors if each.is_floating_point() or each.is_complex()]
+    return all(bool(torch.isfinite(each.coalesce().values() if each.is_sparse else each).all()) for each in numbers)

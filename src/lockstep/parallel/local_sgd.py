@@ -36,7 +36,7 @@ from lockstep.accelerator import check_float64, synchronize
 from lockstep.comm import collectives
 from lockstep.comm.collectives import Group, cpu_group, default_group, wait_for
 from lockstep.comm.fully_shard import is_sharded
-from lockstep.comm.hierarchy import HierarchicalProcessGroup, levels
+from lockstep.comm.hierarchy import HierarchicalProcessGroup
 from lockstep.comm.world import World
 from lockstep.containers import grouped
 from lockstep.errors import ConfigurationError, NonFiniteGradient
@@ -210,8 +210,9 @@ class CompressedSum:
     def __init__(self, flat: Tensor, shapes: Sequence[torch.Size], method: str, group: Group) -> None:
         self._flat, self.codec = flat, make(method)
         whole = cpu_group(group)
-        inside, self._between = (None, whole) if self.codec.takes_whole else levels(whole)
-        self._hierarchy = whole if inside is not None and isinstance(whole, HierarchicalProcessGroup) else None
+        self._hierarchy = whole if isinstance(whole, HierarchicalProcessGroup) and not self.codec.takes_whole else None
+        inside = self._hierarchy and self._hierarchy.inside
+        self._between = whole if self._hierarchy is None else self._hierarchy.between
         count, place = (1, 0) if inside is None else (inside.size(), inside.rank())
         size = -(-flat.numel() // count)
         self._values = torch.zeros(count * size)
@@ -661,22 +662,17 @@ class LocalSGD:
 
         Collective: every rank. Blocks until it is done.
         """
-        if self._detach():
-            self.sync()
-
-    def _detach(self) -> bool:
-        """Stop counting steps of the optimizer; return whether this is the first call."""
-        was_open, self._is_open = self._is_open, False
-        if was_open and self._hook is not None:
-            self._hook.remove()
-        return was_open
+        self.__exit__(None, None, None)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         """Close; after an error, exchange nothing, since other ranks may not have the error."""
-        if self._detach() and error is None:
+        was_open, self._is_open = self._is_open, False
+        if self._hook is not None:
+            self._hook.remove()
+        if was_open and error is None:
             self.sync()
 
 

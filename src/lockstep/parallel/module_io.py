@@ -53,19 +53,16 @@ def anchor_tensors(value: Any) -> Any:
 
 _values = dict[str, Any].values
 
-# Returns the parameters, the buffers or the layers that a layer itself has.
-Own = Callable[[nn.Module], dict[str, Any]]
-
 
 class Registered:
     """Detects that a module has other layers, or other tensors in them, than when it was looked at last.
 
     Args:
         module: The model.
-        own: Returns the tensors of a layer.
+        own: Returns the tensors that a layer itself has, such as its buffers.
     """
 
-    def __init__(self, module: nn.Module, own: Own) -> None:
+    def __init__(self, module: nn.Module, own: Callable[[nn.Module], dict[str, Any]]) -> None:
         self._module, self._own = module, own
         self.note()
 

@@ -6,7 +6,6 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from enum import IntEnum
-from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -230,18 +229,14 @@ def contiguous_like(tensor: Tensor, like: Tensor) -> Tensor:
 # On the CPU these use the kernels of ``batch_norm`` in evaluation mode, which normalise with given statistics and whose
 # backward gives the two sums that all ranks need. On devices that have them, such as CUDA, these use the kernels of
 # torch's ``SyncBatchNorm``. ``batch`` is in float64 for an input in float64, else in float32.
-
-
-@cache
-def _has_kernels(device_type: str) -> bool:
-    return has_kernel("aten::batch_norm_elemt", device_type)
+_KERNEL = "aten::batch_norm_elemt"
 
 
 def sums_of_gradient(gradient: Tensor, input: Tensor, batch: Statistics, eps: float) -> Tensor:
     """Return this rank's sums by channel of ``gradient``, then of ``gradient`` times the normalised input: float64."""
     if input.numel() == 0:
         return torch.zeros(2 * input.size(1), dtype=widest_dtype(input.device), device=input.device)
-    if not _has_kernels(input.device.type):
+    if not has_kernel(_KERNEL, input.device.type):
         ones = torch.ones_like(batch.mean)
         _, of_product, of_gradient = torch.ops.aten.native_batch_norm_backward(
             gradient, input, ones, batch.mean, batch.var, None, None, False, eps, [False, True, True]
@@ -262,7 +257,7 @@ def gradient_of_input(
         return torch.zeros_like(input)
     weight = None if weight is None else weight.to(batch.mean.dtype)
     inverse = torch.rsqrt(batch.var + eps)
-    if not _has_kernels(input.device.type):
+    if not has_kernel(_KERNEL, input.device.type):
         # scale * (gradient - mean gradient - normalised input * mean product), in two passes
         scale = inverse if weight is None else inverse * weight
         mean_gradient, mean_product = ((sums / batch.total).to(scale.dtype).view(2, -1) * -scale).unbind()
@@ -314,7 +309,7 @@ class NormaliseFunction(torch.autograd.Function):
         if input.numel() == 0:
             return torch.empty_like(input)
         weight, bias = (None if each is None else each.to(dtype) for each in (weight, bias))
-        if not _has_kernels(input.device.type):
+        if not has_kernel(_KERNEL, input.device.type):
             return _affine(input, weight, bias, batch, eps)
         return torch.batch_norm_elemt(input, weight, bias, batch.mean, torch.rsqrt(batch.var + eps), eps)
 

@@ -108,8 +108,7 @@ class Evaluator:
             # The size of a micro-batch of training is known to fit in memory.
             size = max(1, len(split.positions(trainer.plan.order.batch_size, share)) // split.accumulate)
             for number, start in enumerate(range(0, len(mine), size)):
-                samples = list(mine[start : start + size])
-                requests.append(Request(0, number, len(self.samples), {share: samples}))
+                requests.append(Request(0, number, len(self.samples), {share: list(mine[start : start + size])}))
         for batch in load(self.samples, requests, trainer.loading, seed=seed):
             # By position, so that a model that uses random numbers in evaluation gets the same on any rank.
             position = mix(seed, batch.step, *batch.numbers)

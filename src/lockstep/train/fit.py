@@ -26,7 +26,6 @@ from lockstep.env import Launcher, RankEnv
 from lockstep.telemetry import live_view
 from lockstep.telemetry.figures import EVALUATION, StragglerReporter
 from lockstep.telemetry.heartbeat import end_stopped_children
-from lockstep.telemetry.live_view import Display
 from lockstep.telemetry.record import EventName, kind_of
 from lockstep.train.checkpoints.model_state import check_export
 from lockstep.train.evaluate import Evaluation, Evaluator
@@ -256,7 +255,6 @@ class Run:
             check(self._evaluator.samples, "eval_dataset", seed=settings.seed)
         self._evaluations: list[Evaluation] = []
         self._best: Evaluation | None = None
-        self.has_new_best = False
         self._checkpoint: Place | None = None
         self._saved: tuple[int, float | None] | None = None
         self._found: dict[str, float] = {}  # metrics after the step of the newest checkpoint
@@ -274,7 +272,7 @@ class Run:
             trainer.stop_requested = lambda: signals.asked() is not None
             trainer.failure_seen = lambda: checkpoints.failure is not None
             self._actions["agree"] = checkpoints.agree  # raises an error if a checkpoint could not be written
-        self.stops = self._has_evaluated = self.is_complete = False
+        self.stops = self.has_new_best = self._has_evaluated = self.is_complete = False
         self._summary: str | None = None
         self._whole: nn.Module | None = None
         self._throughput, self._started_at = Throughput(), time.perf_counter()
@@ -287,33 +285,31 @@ class Run:
         # Where all ranks write a checkpoint, the part of a lost one may be missing: they restart from the one before.
         if trainer.can_reconnect and (checkpoints is None or averaging is None):
             recovery = Recovery(world, trainer=trainer, run=self, doing=self._doing, exchanging=averaging)
-            self._recovery = recovery if recovery.is_active else None
+            if recovery.is_active:
+                self._recovery, recovery.on_rejoined = recovery, self._rejoined
+                trainer.before_update = recovery.before_update if averaging is None else bool
         if is_late and checkpoints is not None:
             checkpoints.lead()  # a spare was not rank zero before
         self._leads = world.is_rank_zero
-        if self._recovery is not None:
-            trainer.before_update = self._recovery.before_update if averaging is None else bool
         # A resumed run may have done more steps than it is now asked for.
         self.num_steps = max(trainer.plan.num_steps, self._first_step)
-        if self._first_step:
-            changes = f"; changed: {', '.join(trainer.changes)}" if trainer.changes else ""
-            lines.append(f"resumed after step {self._first_step} of {self.num_steps}{changes}")
         self._record = RunRecord(task, settings, world, trainer, num_steps=self.num_steps, began_with=self._first_step)
         self._stragglers = StragglerReporter(functools.partial(self._log, "straggler"))
-        self._display = Display(settings.view, silent=settings.quiet or not world.is_rank_zero)
+        self._display = live_view.Display(settings.view, silent=settings.quiet or not world.is_rank_zero)
         self._num_caveats = self._num_skipped = self._num_not_finite = 0  # reported so far
         if not is_late:
             self._show_plan(lines)
         self._report()
         self._record.deliver(None if settings.quiet else self._display)
-        if self._recovery is not None:
-            self._recovery.on_rejoined = self._rejoined
         if is_late and averaging is not None and averaging.exchange():  # the one that the others are in
             self._find_due(checks=trainer.is_check_due, compares=False)
 
     def _show_plan(self, lines: list[str]) -> None:
         """Print what the run will do, ``lines``, and where its figures go."""
         trainer = self.trainer
+        if self._first_step:
+            changes = f"; changed: {', '.join(trainer.changes)}" if trainer.changes else ""
+            lines.append(f"resumed after step {self._first_step} of {self.num_steps}{changes}")
         num_devices = len(trainer.devices) if trainer.group is None else self._world.world_size
         plan = describe_plan(self._task, self._settings, trainer.plan, trainer.device, num_devices)
         if trainer.strategy.note is not None:
@@ -433,7 +429,7 @@ class Run:
         if is_new_lead and self._checkpoints is not None:
             self._checkpoints.lead()
         if led != self._leads:
-            self._display = Display(self._settings.view, silent=self._settings.quiet or not self._leads)
+            self._display = live_view.Display(self._settings.view, silent=self._settings.quiet or not self._leads)
         self._record.reconnect(self._display if is_new_lead else None)
 
     def pause_for(self, event: EventName, act: Callable[[], str]) -> None:
@@ -636,8 +632,7 @@ def fit_with(task: Task, settings: FitSettings, *, on_checkpoint: CheckpointCall
         _checkpoints(settings, world) as checkpoints,
         contextlib.closing(Run(task, settings, world, signals, checkpoints, on_checkpoint)) as run,
     ):
-        steps = range(run.num_steps_done + 1, run.num_steps + 1)
-        with profiled(settings, world, steps, run.pause_for) as around:
+        with profiled(settings, world, range(run.num_steps_done + 1, run.num_steps + 1), run.pause_for) as around:
             while run.has_more:
                 with run.attempt():
                     run.advance(around)
@@ -661,24 +656,21 @@ def _checkpoints(settings: FitSettings, world: World) -> contextlib.AbstractCont
 
 
 def _with_keywords_of(
-    make: Callable[P, FitSettings],
-) -> Callable[[Callable[[Task, FitSettings], FitResult]], Callable[Concatenate[Task, P], FitResult]]:
+    make: Callable[P, FitSettings], function: Callable[[Task, FitSettings], FitResult]
+) -> Callable[Concatenate[Task, P], FitResult]:
     """Make a function of task and settings take the settings as keywords, with the types and defaults of ``make``."""
 
-    def decorate(function: Callable[[Task, FitSettings], FitResult]) -> Callable[Concatenate[Task, P], FitResult]:
-        @functools.wraps(function)
-        def called(task: Task, /, *args: P.args, **kwargs: P.kwargs) -> FitResult:
-            return function(task, make(*args, **kwargs))
+    @functools.wraps(function)
+    def called(task: Task, /, *args: P.args, **kwargs: P.kwargs) -> FitResult:
+        return function(task, make(*args, **kwargs))
 
-        signature = inspect.signature(function)
-        parameters = [signature.parameters["task"], *inspect.signature(make).parameters.values()]
-        called.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        return called
-
-    return decorate
+    signature = inspect.signature(function)
+    parameters = [signature.parameters["task"], *inspect.signature(make).parameters.values()]
+    called.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return called
 
 
-@_with_keywords_of(FitSettings)
+@functools.partial(_with_keywords_of, FitSettings)
 def fit(task: Task, settings: FitSettings) -> FitResult:
     """Train ``task`` and return the result.
 

@@ -20,7 +20,6 @@ from lockstep.data.loader import Copy
 from lockstep.parallel.ddp.bucket_events import BucketStamps
 from lockstep.telemetry import figures
 from lockstep.telemetry.cost import Price, Usage
-from lockstep.telemetry.figures import RankFigures, Snapshot
 from lockstep.telemetry.live_view import summary
 from lockstep.telemetry.provenance import gather
 from lockstep.telemetry.record import Event, EventName
@@ -79,7 +78,7 @@ class RunRecord:
         self._recorder = Recorder(
             self._place,
             trainer.devices,
-            Snapshot(num_steps=num_steps, counts=task.counts, world_size=self._num_ranks),
+            figures.Snapshot(num_steps=num_steps, counts=task.counts, world_size=self._num_ranks),
             first_step=trainer.num_steps_done,
             run_dir=None if settings.run_dir is None else Path(settings.run_dir),
             log_to=settings.log_to or (),
@@ -209,14 +208,13 @@ class RunRecord:
         mine = asdict(recorder.means.whole_run()), asdict(recorder.sampler.used)
         gathered, used = zip(*self._place.gather(mine), strict=True)
         done = recorder.means.num_done
-        ranks = figures.with_waits(RankFigures(**each) for each in gathered)
-        whole = Snapshot(step=done, num_steps=done, ranks=ranks, world_size=self._num_ranks)
+        ranks = figures.with_waits(figures.RankFigures(**each) for each in gathered)
+        whole = figures.Snapshot(step=done, num_steps=done, ranks=ranks, world_size=self._num_ranks)
         # A rank that came late has the device of one that was lost.
         device_s = max(each["device_s"] for each in used)
-        total = sum((Usage(device_s, each["energy_j"]) for each in used), Usage()).text(
-            Price.read(self._settings.price)
-        )
-        return "\n".join(filter(None, (summary(whole), f"used {total}"))) if self._world.is_rank_zero else None
+        total = sum((Usage(device_s, each["energy_j"]) for each in used), Usage())
+        used_text = f"used {total.text(Price.read(self._settings.price))}"
+        return "\n".join(filter(None, (summary(whole), used_text))) if self._world.is_rank_zero else None
 
     def close(self) -> None:
         """Deliver the rest. Blocks, for some seconds at most, until the device has finished; not after an error."""

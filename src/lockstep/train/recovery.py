@@ -31,7 +31,6 @@ from torch.optim import Optimizer
 
 from lockstep import activity
 from lockstep.accelerator import synchronize
-from lockstep.activity import format_ranks
 from lockstep.comm.collectives import (
     Group,
     all_gather_object,
@@ -43,6 +42,7 @@ from lockstep.comm.collectives import (
 from lockstep.comm.generations import Membership
 from lockstep.comm.world import World
 from lockstep.containers import map_tensors
+from lockstep.data.stream import Stateful
 from lockstep.errors import CollectiveError, ConfigurationError, tells_of_others
 from lockstep.parallel.local_sgd import LocalSGD
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
@@ -52,16 +52,6 @@ from lockstep.train.skipping import BufferSnapshot
 
 # Size of a message with state.
 _CHUNK_BYTES = 64 * 2**20
-
-
-class Stateful(Protocol):
-    """A part of a training loop with a state, such as a model, an optimizer, a schedule or a sampler."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return its state."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Go on from a state."""
 
 
 @runtime_checkable
@@ -162,8 +152,7 @@ class Recovery:
         if folder is not None and Membership.is_used:
             withdraw_recovery(folder, os.getpid())  # not complete any more, but it can only be restarted
         elif may_restart and is_ours and (averaging is None or averaging.can_reconnect):
-            arrival = None if averaging is None else Arrival(0, averaging.sync_patience)
-            self._membership = Membership(world, arrival)
+            self._membership = Membership(world, None if averaging is None else Arrival(0, averaging.sync_patience))
             if averaging is not None:
                 averaging.attempt, averaging.before_update = self.attempt, self.before_update
             if not self._has_state:
@@ -288,7 +277,7 @@ class Recovery:
         met = f"{world.world_size} {'ranks have' if world.world_size > 1 else 'rank has'} met after {seconds:.1f} s"
         if lacking:
             are = "is" if len(lacking) == 1 else "are"
-            met = f"{format_ranks(lacking)} {are} back after {seconds:.1f} s with the state of rank {source}"
+            met = f"{activity.format_ranks(lacking)} {are} back after {seconds:.1f} s with the state of rank {source}"
         text = f"{met}; {self._doing()} is done again"
         # Until all have the state, none may change its own.
         report = RecoveryReport(found.number, text, num_bytes, found.why, lost_at_s, seconds)
@@ -349,8 +338,7 @@ def exchange_state(
 def _move(tensor: Tensor, source: int, to: int, group: Group) -> None:
     if not tensor.numel():
         return
-    is_source = group.rank() == source
-    work = group.send([tensor], to, 0) if is_source else group.recv([tensor], source, 0)
+    work = group.send([tensor], to, 0) if group.rank() == source else group.recv([tensor], source, 0)
     wait_for_transfer(work, group)
 
 

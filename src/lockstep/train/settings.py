@@ -4,17 +4,15 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import json
 import math
 import tomllib
 import types
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from lockstep.errors import ConfigurationError
 from lockstep.telemetry.cost import Price
@@ -30,9 +28,8 @@ def _is_number(value: object, kinds: tuple[type, ...] = (int, float)) -> bool:
 
 
 def _are_positive(value: Any) -> bool:
-    if not isinstance(value, Sequence) or not value:
-        return False
-    return all(_is_number(number) and 0 < number < math.inf for number in value)
+    are_numbers = isinstance(value, Sequence) and len(value) > 0 and all(map(_is_number, value))
+    return are_numbers and all(0 < number < math.inf for number in value)
 
 
 def _are_words(value: object) -> bool:
@@ -107,13 +104,13 @@ class Setting:
 @cache
 def settings_of(cls: type) -> tuple[Setting, ...]:
     """Return the settings of the dataclass ``cls``, in the order of its fields."""
-    hints = typing.get_type_hints(cls)
+    hints = get_type_hints(cls)
     found = []
     for declared in fields(cls):
         hint = hints[declared.name]
-        members = set(typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else [hint])
+        members = set(get_args(hint) if get_origin(hint) in (Union, types.UnionType) else [hint])
         kinds = members - {type(None)}
-        choices = [choice for each in kinds if typing.get_origin(each) is Literal for choice in typing.get_args(each)]
+        choices = [choice for each in kinds if get_origin(each) is Literal for choice in get_args(each)]
         kind = next((kind for kind, (types_of, *_) in _KINDS.items() if types_of == kinds), "choice")
         optional = kinds != members
         found.append(Setting(declared.name, kind, optional, tuple(choices), declared.default, **declared.metadata))
@@ -165,7 +162,7 @@ def refusing_unknown(noun: str) -> Callable[[type[T]], type[T]]:
     def decorate(cls: type[T]) -> type[T]:
         make: Callable[..., None] = cls.__init__
 
-        @functools.wraps(make)
+        @wraps(make)
         def checked(self: T, *args: Any, **given: Any) -> None:
             known = {each.name: each.name for each in fields(cls)}  # type: ignore[arg-type]
             if unknown := [name for name in given if name not in known]:
@@ -267,7 +264,6 @@ def _is_given(settings: object, spec: str) -> bool:
 Precision = Literal["fp32", "bf16", "fp16"]
 Schedule = Literal["constant", "linear", "cosine"]
 Scaling = Literal["none", "linear", "sqrt"]
-BadSamplesRule = Literal["stop", "skip"]
 NanRule = Literal["raise", "skip"]
 ViewName = Literal["auto", "live", "lines", "none"]
 Across = Literal["ranks", "machines"]
@@ -300,7 +296,7 @@ class Settings:
     shares: Sequence[float] | None = setting(None, "Relative sizes of the devices' parts; default: equal.", "N,N,..")
     workers: int = setting(0, "Processes per rank that load samples.", "N", 0)
     prefetch: int | None = setting(None, "Micro-batches that each loader process loads ahead; 2 if not given.", "N", 1)
-    bad_samples: BadSamplesRule = setting("stop", "If a sample cannot be read: stop, or skip and count it.")
+    bad_samples: Literal["stop", "skip"] = setting("stop", "If a sample cannot be read: stop, or skip and count it.")
     on_nan: NanRule = setting("raise", "If a gradient is NaN or infinite: end the run, or skip the step.")
     check_replicas: int = setting(100, "Steps between checks that all ranks hold the same bits; 0: never.", "STEPS", 0)
     reproducible: int | None = setting(None, "Virtual shards of a global batch: same bits on 1 to V devices.", "V", 1)
@@ -345,7 +341,7 @@ class Settings:
 class FitSettings(Settings):
     """`Settings`, the devices of the run, and what is recorded and saved."""
 
-    strategy: StrategyName = setting("ddp", f"How work is divided: {', '.join(typing.get_args(StrategyName))}.", "NAME")
+    strategy: StrategyName = setting("ddp", f"How work is divided: {', '.join(get_args(StrategyName))}.", "NAME")
     devices: int | None = setting(None, "Devices to train on; all GPUs, or 1 CPU if there are none.", "N", 1)
     checkpoint: FilePath | None = setting(None, "Folder for checkpoints, or URL such as s3://bucket/run.", _DIR_OR_URL)
     checkpoint_every: int | None = setting(None, "Steps between checkpoints; each epoch if not given.", "STEPS", 1)

@@ -18,6 +18,7 @@ from lockstep.containers import find_tensors
 from lockstep.data.loader import BadSample, MicroBatch, stop_error
 from lockstep.data.order import BatchSplit
 from lockstep.errors import ConfigurationError, DataError, NonFiniteGradient
+from lockstep.parallel.flat import are_finite
 from lockstep.train.plan import Plan
 from lockstep.train.settings import NanRule
 from lockstep.train.strategies.strategy import Strategy
@@ -415,8 +416,7 @@ class NonFiniteGuard:
         first = None if summed is None else names.index(summed)
         ranks: list[Any] = [[origin, first]]
         if group is not None:
-            device = next(self.model.parameters()).device
-            ranks = all_gather_object(ranks[0], group=group, device=device)
+            ranks = all_gather_object(ranks[0], group=group, device=next(self.model.parameters()).device)
         firsts = [first for _, first in ranks if first is not None]
         per_epoch = self.plan.order.steps_per_epoch
         epoch = None if per_epoch is None else step // per_epoch
@@ -432,7 +432,7 @@ def _first_not_finite(model: nn.Module, *, in_values: bool = False) -> str | Non
     """
     for name, parameter in model.named_parameters():
         checked = parameter if in_values else parameter.grad
-        if checked is not None and not _is_finite(local_part(checked)):
+        if checked is not None and not are_finite([local_part(checked)]):
             return name
     return None
 
@@ -445,7 +445,7 @@ def _watching_outputs(model: nn.Module) -> Iterator[list[str]]:
 
     def check(module: nn.Module, _inputs: Any, output: Any) -> None:
         name = names.get(id(module))
-        if name is not None and not all(map(_is_finite, find_tensors(output))):
+        if name is not None and not are_finite(find_tensors(output)):
             found.append(name)  # replicas compute in threads, and an append is atomic
 
     handle = nn.modules.module.register_module_forward_hook(check)
@@ -453,13 +453,6 @@ def _watching_outputs(model: nn.Module) -> Iterator[list[str]]:
         yield found
     finally:
         handle.remove()
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        return True
-    values = tensor.detach()
-    return bool(torch.isfinite(values.coalesce().values() if values.is_sparse else values).all())
 
 
 def _faulty_inputs(micro: MicroBatch) -> list[int]:

@@ -1,10 +1,9 @@
 """The parts of a training step: loss, learning rate, gradient, sums over the ranks, random numbers, out of memory."""
 
-import contextlib
 import math
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
@@ -34,10 +33,10 @@ from lockstep.train.task import Loss, Task
 _AUTOCAST_DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def autocast(precision: Precision, device: torch.device) -> contextlib.AbstractContextManager[object]:
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
     """Return the autocast context of a forward pass, for the calling thread."""
     if precision == "fp32":
-        return contextlib.nullcontext()
+        return nullcontext()
     return torch.autocast(device.type, dtype=_AUTOCAST_DTYPES[precision])
 
 
@@ -396,8 +395,7 @@ _running = threading.local()  # the layers of replicas run in threads
 
 
 def _enter(_layer: nn.Module, _inputs: Any) -> None:
-    _running.mode = _SeedOnHost()
-    _running.mode.__enter__()
+    _running.mode = _SeedOnHost().__enter__()
 
 
 def _leave(_layer: nn.Module, _inputs: Any, _output: Any) -> None:

@@ -292,8 +292,7 @@ def build_dataset(task: Task, *, evaluation: bool = False) -> Any:
         raise ConfigurationError(
             f"Task.{field} returned a {type(dataset).__name__}, which has no length or no index.\n{advice}."
         )
-    num_samples = len(dataset)
-    if num_samples == 0:
+    if len(dataset) == 0:
         raise ConfigurationError(f"The data set of Task.{field} is empty.\nCheck where it reads its samples from.")
     return dataset
 

@@ -24,6 +24,7 @@ from lockstep.data.stream import StreamOrder
 from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.parallel.consistency import check_models_agree, refuse_difference
 from lockstep.parallel.ddp.bucket_events import BucketStamps
+from lockstep.parallel.ddp.bucket_gradients import gradients_of
 from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 from lockstep.parallel.flat import are_finite
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
@@ -113,13 +114,7 @@ class Trainer:
     """
 
     def __init__(
-        self,
-        task: Task,
-        settings: Settings,
-        world: World,
-        *,
-        strategy: StrategyName,
-        devices: Sequence[torch.device],
+        self, task: Task, settings: Settings, world: World, *, strategy: StrategyName, devices: Sequence[torch.device]
     ) -> None:
         self.settings, self.devices, self.device = settings, list(devices), devices[0]
         is_exact = settings.reproducible is not None
@@ -186,15 +181,7 @@ class Trainer:
     def _connect(self, world: World, shards: VirtualShards | None, *, is_first: bool) -> None:
         """Create everything that holds process groups. Collective: every rank of the group."""
         task, settings = self._task, self.settings
-        objective = step_parts.Objective(task, settings.precision)
-        self.strategy: strategies.Strategy
-        if shards is None:
-            self.strategy = self._make_strategy(self._name, objective, world, is_first=is_first)
-        else:
-            group = world.group if self._name == "ddp" else None
-            self.strategy = reproducible.Reproducible(
-                self._model, objective, shards, self.devices, group, is_first=is_first
-            )
+        self.strategy: strategies.Strategy = self._make_strategy(world, shards, is_first=is_first)
         self.group: Group | None = self.strategy.group
         if shards is not None and self.group is not None:
             # Other hardware may round differently. That is not an error, but the same bits are not guaranteed.
@@ -220,9 +207,8 @@ class Trainer:
             self.strategy.take_over(self.optimizer)
         parameters = list(self._model.parameters())
         self._loss_group = None if self.strategy.sums_losses else self.strategy.step_group
-        self._gradients = self.strategy.gradients or step_parts.GradientList(
-            lambda: [parameter.grad for parameter in parameters if parameter.grad is not None], parameters[0]
-        )
+        read = partial(gradients_of, parameters)
+        self._gradients = self.strategy.gradients or step_parts.GradientList(read, parameters[0])
         self._sum_dtype = widest_dtype(self.device)
         # [Note: checks one forward later]
         # A host that waited for the gradient of a step would queue no work meanwhile, and its device would be idle. So
@@ -314,15 +300,17 @@ class Trainer:
             if isinstance(self.optimizer, ZeroRedundancyOptimizer):
                 self.optimizer.reconnect(self.strategy.ours.process_group, self.strategy.ours.reducer)
 
-    def _make_strategy(
-        self, name: StrategyName, objective: step_parts.Objective, world: World, *, is_first: bool
-    ) -> strategies.Strategy:
-        """Return the strategy ``name``. Collective for those with a process for each device: every rank.
+    def _make_strategy(self, world: World, shards: VirtualShards | None, *, is_first: bool) -> strategies.Strategy:
+        """Return the strategy. Collective for those with a process for each device: every rank.
 
         Raises:
             ConfigurationError: It cannot run on these devices.
         """
-        model, devices, settings = self._model, self.devices, self.settings
+        name, model, devices, settings = self._name, self._model, self.devices, self.settings
+        objective = step_parts.Objective(self._task, settings.precision)
+        if shards is not None:
+            group = world.group if name == "ddp" else None
+            return reproducible.Reproducible(model, objective, shards, devices, group, is_first=is_first)
         if any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules()):
             if name == "torch-ddp" and self.device.type == "cpu":
                 raise ConfigurationError(
@@ -354,12 +342,8 @@ class Trainer:
         distributed = partial(strategies.Distributed, model, objective, world.group, world.device)
         if name == "torch-ddp":
             return distributed(nn.parallel.DistributedDataParallel)
-        wrap = partial(
-            DistributedDataParallel,
-            compression=settings.compression,
-            bucket_cap_mb=settings.bucket_cap_mb,
-            init_sync=is_first,
-        )
+        compression, cap_mb = settings.compression, settings.bucket_cap_mb
+        wrap = partial(DistributedDataParallel, compression=compression, bucket_cap_mb=cap_mb, init_sync=is_first)
         if name in ("local-sgd", "diloco"):
             return strategies.LocalSteps(name, model, objective, world, settings, self.plan.num_steps)
         return distributed(
@@ -390,8 +374,7 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
             # Replicas that train independently only communicate when they exchange parameters.
             averaging = self.strategy.averaging
-            communicates = self._sync and (averaging is None or self.strategy.agrees(step))
-            group = self.group if communicates else None
+            group = self.group if self._sync and (averaging is None or self.strategy.agrees(step)) else None
             computed, metrics = self._accumulate(timer, group)
 
             timer.begin("communication")

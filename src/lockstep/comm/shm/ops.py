@@ -285,8 +285,7 @@ class ShmOps:
             return None
         number = c.reduction_of(c.operation_of(opts), tensor.dtype)
         arguments = (tensor.data_ptr(), tensor.numel(), dtype, number, -1, *self.buffers.find(tensor), *_for_c(pieces))
-        function = self.comm.native.lockstep_all_reduce
-        return self.begin_at_once("all_reduce", function, arguments, (tensor, pieces), opts)
+        return self.begin_at_once("all_reduce", self.comm.native.lockstep_all_reduce, arguments, (tensor, pieces), opts)
 
     def allreduce(self, tensors: Tensors, opts: Any = None, pieces: Pieces | None = None) -> ShmWork:
         """Replace each tensor by the reduction of all of them over all ranks. Collective: every rank.

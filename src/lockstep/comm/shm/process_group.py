@@ -300,9 +300,8 @@ class P2PEngine:
     def send(self, tensors: Sequence[Tensor], to: int, tag: int = 0) -> Transfer:
         """Send a tensor to rank ``to`` of the group."""
         self._comm.ensure_usable("send")
-        (tensor,) = tensors
         what = f"send to rank {self._comm.ranks[to]}"
-        transfer = Transfer(what, to, tag, tensor, self._comm.timeout_s, receives=False)
+        transfer = Transfer(what, to, tag, tensors[0], self._comm.timeout_s, receives=False)
         with self._lock:
             self._sends.setdefault(to, deque()).append(transfer)
             self._wake()
@@ -311,9 +310,8 @@ class P2PEngine:
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> Transfer:
         """Receive a tensor from rank ``source`` of the group."""
         self._comm.ensure_usable("recv")
-        (tensor,) = tensors
         what = "recv from any rank" if source == ANY_SOURCE else f"recv from rank {self._comm.ranks[source]}"
-        transfer = Transfer(what, source, tag, tensor, self._comm.timeout_s, receives=True)
+        transfer = Transfer(what, source, tag, tensors[0], self._comm.timeout_s, receives=True)
         with self._lock:
             self._receives.append(transfer)
             self._match()  # its message may have arrived already

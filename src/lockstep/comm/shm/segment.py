@@ -7,16 +7,10 @@ import secrets
 import struct
 from collections.abc import Callable
 
-from lockstep.errors import LockstepError
-
 TOKEN_BYTES = 16
 # Where the others find the memory: pid, descriptor, size, token.
 _OFFER = struct.Struct(f"=qqq{TOKEN_BYTES}s")
 OFFER_BYTES = _OFFER.size
-
-
-class NoSharedMemory(LockstepError):
-    """This process cannot allocate or map the memory. The message is the reason, as a part of a sentence."""
 
 
 class Segment:
@@ -59,17 +53,11 @@ def share_segment(
     segment: Segment | None = None
     # An empty offer: if rank 0 gets no memory, it must not leave the others waiting.
     offer = bytes(OFFER_BYTES)
-    try:
-        if rank == 0 and not objection:
-            segment, offer = make_segment(num_bytes)
-    except NoSharedMemory as error:
-        objection = str(error)
+    if rank == 0 and not objection:
+        segment, offer, objection = make_segment(num_bytes)
     offer = broadcast(offer)
-    try:
-        if rank != 0 and not objection and any(offer):
-            segment = map_segment(offer)
-    except NoSharedMemory as error:
-        objection = str(error)
+    if rank != 0 and not objection and any(offer):
+        segment, objection = map_segment(offer)
     # No rank may use the memory before all have mapped it. If one could not, none uses it.
     objection = agree(objection)
     if objection and segment is not None:
@@ -78,11 +66,10 @@ def share_segment(
     return segment, objection
 
 
-def make_segment(num_bytes: int) -> tuple[Segment, bytes]:
+def make_segment(num_bytes: int) -> tuple[Segment | None, bytes, str]:
     """Allocate at least ``num_bytes`` of zeroed memory, with all pages reserved; return it and an offer of it.
 
-    Raises:
-        NoSharedMemory: There is not enough memory, or the system has no anonymous files.
+    If there is not enough memory, or the system has no anonymous files: None, an empty offer, and why.
     """
     fd = -1
     try:
@@ -93,20 +80,18 @@ def make_segment(num_bytes: int) -> tuple[Segment, bytes]:
     except OSError as error:
         if fd >= 0:
             os.close(fd)
-        raise NoSharedMemory(
-            f"{num_bytes / 2**20:.1f} MiB of shared memory cannot be allocated ({error.strerror}); if there is "
-            "no room, raise the memory limit of the container, or start fewer ranks"
-        ) from error
+        why = f"{num_bytes / 2**20:.1f} MiB of shared memory cannot be allocated ({error.strerror}); if there is "
+        advice = "no room, raise the memory limit of the container, or start fewer ranks"
+        return None, bytes(OFFER_BYTES), why + advice
     token = secrets.token_bytes(TOKEN_BYTES)
     segment.memory[:TOKEN_BYTES] = token
-    return segment, _OFFER.pack(os.getpid(), fd, num_bytes, token)
+    return segment, _OFFER.pack(os.getpid(), fd, num_bytes, token), ""
 
 
-def map_segment(offer: bytes) -> Segment:
+def map_segment(offer: bytes) -> tuple[Segment | None, str]:
     """Map the memory that another process of this host offers.
 
-    Raises:
-        NoSharedMemory: This process cannot open it: another host, container or user.
+    If this process cannot open it, which belongs to another host, container or user: return None, and why.
     """
     pid, theirs, num_bytes, token = _OFFER.unpack(offer)
     path, fd = f"/proc/{pid}/fd/{theirs}", -1
@@ -115,9 +100,9 @@ def map_segment(offer: bytes) -> Segment:
         if os.readlink(path).startswith("/memfd:lockstep"):
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             if os.fstat(fd).st_size == num_bytes and os.pread(fd, TOKEN_BYTES, 0) == token:
-                return Segment(fd, num_bytes)
+                return Segment(fd, num_bytes), ""
     except OSError as error:
         reason = f"{reason if fd < 0 else 'the memory cannot be mapped'} ({error.strerror})"
     if fd >= 0:
         os.close(fd)
-    raise NoSharedMemory(reason)
+    return None, reason

@@ -2,7 +2,6 @@
 
 import ctypes
 import inspect
-import math
 from collections.abc import Iterable
 from contextlib import ExitStack
 from itertools import chain
@@ -146,7 +145,7 @@ def refuse_nonfinite(buckets: BucketSet, is_here: bool, *, group: Group) -> NoRe
         group: The ranks.
     """
     named = zip(buckets.names, map(gradients_of, zip(buckets.parameters)), strict=True)
-    first = next(name for name, gradient in named if not are_finite(gradient, torch.tensor(math.nan)))
+    first = next(name for name, gradient in named if not are_finite(gradient))
     everywhere = all_gather(torch.tensor([int(is_here)], device=buckets.device), group=group)
     ranks = [rank for rank, each in enumerate(everywhere) if int(each)]
     where = f" on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else ""

@@ -4,7 +4,7 @@ import inspect
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, cast, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -239,9 +239,3 @@ def check_comm_hook(hook: Any, compression: str | None) -> None:
     returned = signature.return_annotation
     if returned not in (inspect.Signature.empty, torch.futures.Future[torch.Tensor]) and not isinstance(returned, str):
         raise ValueError("Communication hook: return annotation should be torch.futures.Future[torch.Tensor].")
-
-
-def builtin_comm_hook(kind: Any) -> CommHook:
-    """Return the hook for torch's ``BuiltinCommHookType``; its state is the process group."""
-    name = "allreduce_hook" if kind == collectives.BuiltinCommHookType.ALLREDUCE else "fp16_compress_hook"
-    return cast("CommHook", getattr(collectives.stock_comm_hooks(), name))

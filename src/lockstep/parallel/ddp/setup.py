@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
-from lockstep.comm import collectives
-from lockstep.comm.collectives import Group, RepeatedBroadcast, broadcast_coalesced
+from lockstep.comm.collectives import Group, RepeatedBroadcast, backend_name, broadcast_coalesced, sums_sparse_tensors
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.compression import check_method
 from lockstep.parallel.consistency import check_models_agree
@@ -188,8 +187,8 @@ def sparse_parameters(module: nn.Module, group: Group, device: torch.device) -> 
     found: set[torch.Tensor] = set()
     for name, layer in module.named_modules():
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse and layer.weight.requires_grad:
-            if not collectives.sums_sparse_tensors(group, device):
-                backend = collectives.backend_name(group)
+            if not sums_sparse_tensors(group, device):
+                backend = backend_name(group)
                 raise ConfigurationError(
                     f"{name} is an embedding with sparse=True, but {backend} cannot sum sparse gradients.\n"
                     "Build it with sparse=False, or give the model a process_group with the backend gloo."

@@ -319,8 +319,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         if is_joining:
             self._agree(int(self.require_backward_grad_sync))
         device = self._input_device
-        arguments: tuple[tuple[Any, ...], dict[str, Any]] = (inputs, kwargs)
-        return arguments if device is None else module_io.move_to(arguments, device)
+        return (inputs, kwargs) if device is None else module_io.move_to((inputs, kwargs), device)
 
     @leave_uncompiled
     def _run_module(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -442,7 +441,8 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         self.reducer.set_reduction(comm_hooks.CommHookReduction(self.process_group, hook, state))
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        self.register_comm_hook(self.process_group, comm_hooks.builtin_comm_hook(comm_hook_type))
+        name = "allreduce_hook" if comm_hook_type == collectives.BuiltinCommHookType.ALLREDUCE else "fp16_compress_hook"
+        self.register_comm_hook(self.process_group, getattr(collectives.stock_comm_hooks(), name))
         self._comm_hook_name = str(comm_hook_type)
 
     # --- compression --------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Persistent replicas of a module, the tensors that they use instead of its own, and the sum of their gradients."""
 
 import functools
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -15,8 +14,8 @@ from torch.torch_version import TorchVersion
 from lockstep import torch_internals
 from lockstep.containers import in_chunks
 from lockstep.errors import ConfigurationError
+from lockstep.parallel.compile import is_compiled
 from lockstep.parallel.flat import flatten_like, view_like
-from lockstep.torch_internals import foreach_add_
 
 # torch 2.11 crashes the process when two threads compile at the same time, with or without this package.
 _COMPILES_IN_THREADS = TorchVersion(torch.__version__) >= "2.13"
@@ -160,7 +159,7 @@ class Replicas:
                 state["_flat_weights"] = [state["_parameters"].get(name, weight) for name, weight in named]
             object.__setattr__(shell, "__dict__", state)
         for source, shell in zip(self._sources, shells, strict=True):
-            if _is_compiled(source):
+            if is_compiled(source):
                 self._bind_compiled(source, shell)
 
     def _bind_compiled(self, source: Any, shell: Any) -> None:
@@ -286,12 +285,6 @@ def _check_replicable(name: str, source: nn.Module) -> None:
         )
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    """Return whether ``module`` is the result of ``torch.compile``. Does not import the compiler."""
-    eval_frame: Any = sys.modules.get("torch._dynamo.eval_frame")
-    return eval_frame is not None and isinstance(module, eval_frame.OptimizedModule)
-
-
 # --- gradients of the replicas ----------------------------------------------------------------------------------------
 
 # Tensors are packed before they are copied to other devices: a chunk is complete when it has this size. So packing
@@ -414,7 +407,7 @@ def _row_on(device: torch.device, row: Gradients, origin: torch.device) -> Gradi
 def _add_pairs(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Add in place, the second of each pair to the first."""
     if pairs:
-        foreach_add_([target for target, _ in pairs], [other for _, other in pairs])
+        torch_internals.foreach_add_([target for target, _ in pairs], [other for _, other in pairs])
 
 
 def _address(gradient: Tensor) -> int:

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep import torch_internals
 from lockstep.comm.process import keep_freed_memory
 from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.parallel.dp.replicas import Replicas
 from lockstep.telemetry import ranges
-from lockstep.torch_internals import ExceptionWrapper
+from lockstep.torch_internals import ExceptionWrapper, default_device, has_modes
 
 # Called with a replica and its shard; returns the loss, a tensor of one element.
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -54,7 +53,7 @@ class ReplicaThreads:
         self._started_with: tuple[int, int] | None = None
 
     def run(self, functions: Mapping[int, Callable[[], Any]]) -> dict[int, Any]:
-        """Call ``functions[i]`` on thread i, all of them at once, and return their results.
+        """Call ``functions[i]`` on thread i, all of them at once, and return their results in the same order.
 
         Blocks until all are done, however long they take. After an interrupt (Ctrl-C), this object no longer uses the
         threads with unfinished calls; these threads end after their call.
@@ -81,7 +80,7 @@ class ReplicaThreads:
             self._stop()
             self._started_with = None
             raise
-        return done
+        return {index: done[index] for index in functions}
 
     def refuse_inside(self) -> None:
         """Raise an error if called from one of these threads, which would wait for itself.
@@ -156,7 +155,7 @@ class CallerModes:
             stream = torch.accelerator.current_stream(device)
             self._device = [partial(torch.accelerator.device_index, device.index), lambda: stream]
         self._all = [*self._device]
-        if (default := torch_internals.default_device()) is not None:
+        if (default := default_device()) is not None:
             self._all.append(partial(torch.device, default))
         if torch.is_inference_mode_enabled() and not differentiates:
             self._all.append(torch.inference_mode)
@@ -220,8 +219,7 @@ class ReplicaEngine:
 
         modes = map(CallerModes, self.replicas.devices[: len(modules)])
         calls = [partial(call, *each) for each in zip(modules, inputs, kwargs, modes, strict=True)]
-        outputs = self._run(dict(enumerate(calls)))
-        return [outputs[index] for index in range(len(calls))]
+        return list(self._run(dict(enumerate(calls))).values())
 
     def differentiate(
         self, loss: LossFunction, shards: Sequence[Any], scales: Sequence[Scale]
@@ -249,11 +247,10 @@ class ReplicaEngine:
             for index in present
         }
         try:
-            losses = self._run(calls)
+            return self._run(calls), refresh_s
         except BaseException:
             self.replicas.drop_gradients()  # of the replicas that did not fail
             raise
-        return {index: losses[index] for index in present}, refresh_s
 
     def _run(self, functions: Mapping[int, Callable[[], Any]]) -> dict[int, Any]:
         """Run one function for each replica; raise the first failure."""
@@ -264,7 +261,7 @@ class ReplicaEngine:
         try:
             # Modes and hooks of Python belong to the calling thread, and are not made for several threads at once. A
             # single replica also runs there, with all cores.
-            if len(guarded) > 1 and not torch_internals.has_modes():
+            if len(guarded) > 1 and not has_modes():
                 # a context can be entered by one thread at a time
                 outcomes = self._threads.run({each: partial(copy_context().run, guarded[each]) for each in guarded})
             else:
@@ -273,7 +270,7 @@ class ReplicaEngine:
             self.replicas.forget()
             raise
         # The lowest failing replica, not the first in time: the same error in every run.
-        for _, outcome in sorted(outcomes.items(), key=lambda item: item[0]):
+        for outcome in outcomes.values():
             if isinstance(outcome, ExceptionWrapper):
                 outcome.reraise()
         return outcomes

@@ -161,7 +161,12 @@ class DataParallel(Wrapper, Generic[Wrapped]):
             BaseException: The error of the lowest failing replica, as in ``forward``; no gradient has changed then.
             ConfigurationError: The shards do not fit the devices or the scales, or as in ``forward``.
         """
-        self._check_shards(shards, scales)
+        room = max(1, len(self.device_ids))
+        if len(shards) > room or len(shards) != len(scales):
+            raise ConfigurationError(
+                f"DataParallel.backward got {len(shards)} shards and {len(scales)} scales for {room} devices.\n"
+                "Give at most one shard a device, and one scale for each shard."
+            )
         if len(self.device_ids) > 1:
             engine = self._current_engine()
             with engine.turn():
@@ -173,19 +178,8 @@ class DataParallel(Wrapper, Generic[Wrapped]):
                 self.overhead_s = refresh_s + time.perf_counter() - start
             return list(losses.values())
         modes = CallerModes(self.src_device_obj or torch.device("cpu"), differentiates=True)
-        return [
-            differentiate(loss, self.module, shard, scale, modes)
-            for shard, scale in zip(shards, scales, strict=True)
-            if shard is not None
-        ]
-
-    def _check_shards(self, shards: Sequence[Any], scales: Sequence[Scale]) -> None:
-        room = max(1, len(self.device_ids))
-        if len(shards) > room or len(shards) != len(scales):
-            raise ConfigurationError(
-                f"DataParallel.backward got {len(shards)} shards and {len(scales)} scales for {room} devices.\n"
-                "Give at most one shard a device, and one scale for each shard."
-            )
+        present = [each for each in zip(shards, scales, strict=True) if each[0] is not None]
+        return [differentiate(loss, self.module, shard, scale, modes) for shard, scale in present]
 
     def __getstate__(self) -> dict[str, Any]:
         # Threads cannot be copied. A copied or unpickled object creates its own engine at its first call.

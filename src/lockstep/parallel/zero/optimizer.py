@@ -48,16 +48,7 @@ from lockstep.parallel.ddp.reducer import Reducer
 from lockstep.parallel.ddp.uneven_inputs import StepJoinHook
 from lockstep.parallel.flat import combine_norms, list_norms, multiply_
 from lockstep.parallel.zero import partition
-from lockstep.parallel.zero.partition import (
-    VALUE,
-    Entries,
-    FlatBuffer,
-    Member,
-    Read,
-    ShardOptimizer,
-    ShardRange,
-    options_of,
-)
+from lockstep.parallel.zero.partition import Entries, FlatBuffer, Member, Read, ShardOptimizer, ShardRange, options_of
 from lockstep.parallel.zero.slices import Mode, ReduceScatterMean, find_reducer, find_reducer_on_all, quietly_read
 from lockstep.torch_internals import is_counted_step, optimizer_hooks
 
@@ -515,9 +506,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _gather_state(self, to: int | None) -> dict[int, dict[str, Any]] | None:
         """Return the whole state on rank ``to`` or on all. Collective: every rank. Blocks."""
-        self._take_back()
         flat, group = self.is_elementwise, self.process_group
-        return partition.gather_full_state(self._shard.state(), self._parameters, flat=flat, group=group, to=to)
+        return partition.gather_full_state(self.local_shards(), self._parameters, flat=flat, group=group, to=to)
 
     # --- The layout
 
@@ -636,9 +626,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "Use one of torch's, set its class attribute elementwise = True if its update of an element depends on "
                 "nothing else, or omit redundancy."
             )
-        num_shared = sum(
-            each.flat.nbytes - each.shard_of(0).nbytes for each in self._buffers if each.common is not None
-        )
+        common = [each for each in self._buffers if each.common is not None]
+        num_shared = sum(each.flat.nbytes - each.shard_of(0).nbytes for each in common)
         self._keeps_copies = True
         self._rebuild()
         num_bytes = sum(each.nbytes for each in self._received) if self._copy is not None else 0
@@ -686,7 +675,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             param_group.update(each)
         with torch.no_grad():
             for index, parameter in enumerate(self._parameters):
-                parameter.copy_(whole[index].pop(VALUE))
+                parameter.copy_(whole[index].pop(partition.VALUE))
         self.process_group, self.world_size, self.rank = group, group.size(), group.rank()
         self._use_reducer(reducer if self._shard_gradients and self.world_size > 1 else None, Mode.ALWAYS)
         self._build()
@@ -762,9 +751,7 @@ def shard_optimizer(optimizer: Optimizer, *, group: Group) -> ZeroRedundancyOpti
     has_hooks = torch.tensor([any(optimizer_hooks(optimizer, "step").values())], dtype=torch.int32, device=device)
     collectives.all_reduce(has_hooks, group=group, op="max")
     shards = partition.works_on_slices(kind) and collectives.has_reduce_scatter(group, device) and not int(has_hooks)
-    sharded = ZeroRedundancyOptimizer(
-        optimizer.param_groups, kind, process_group=group, shard_gradients=shards, **defaults
-    )
+    sharded = ZeroRedundancyOptimizer(optimizer.param_groups, kind, group, shard_gradients=shards, **defaults)
     sharded.has_hooks = bool(has_hooks)
     sharded.take_attached(optimizer)
     return sharded

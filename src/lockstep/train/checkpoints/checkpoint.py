@@ -22,9 +22,10 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -34,6 +35,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.accelerator import start_thread
+from lockstep.activity import settle
 from lockstep.comm.collectives import all_gather_object, broadcast_object, default_group, device_for, is_initialized
 from lockstep.comm.world import World
 from lockstep.errors import CheckpointError, CollectiveError, ConfigurationError, LockstepError
@@ -41,7 +43,6 @@ from lockstep.telemetry.rank_state import format_bytes
 from lockstep.telemetry.record import num_restarts
 from lockstep.train.checkpoints import checkpoint_storage as storage
 from lockstep.train.checkpoints import model_state
-from lockstep.train.checkpoints.checkpoint_storage import MANIFEST, NO_ANSWER, TreePacker, read_manifest
 from lockstep.train.checkpoints.object_store import Lease, ObjectPath, Place, place_of
 
 # Time limit for writing a checkpoint.
@@ -83,7 +84,7 @@ _held: set[str] = set()
 
 
 @contextlib.contextmanager
-def lock_folder(folder: Place) -> Iterator[Callable[[], None]]:
+def lock_folder(folder: Place) -> Iterator[Callable[[], object]]:
     """Lock a folder within the block, or until the process ends; forked children do not hold the lock.
 
     Yields a function that raises CheckpointError if the lock has been lost, which can happen in an object store; see
@@ -104,15 +105,11 @@ def lock_folder(folder: Place) -> Iterator[Callable[[], None]]:
         time.sleep(0.2)
     _held.add(name)
     try:
-        yield lock.check if isinstance(lock, Lease) else _nothing
+        yield lock.check if isinstance(lock, Lease) else bool
     finally:
         # In this order: closing any file of the same name releases this process's locks on it.
         lock.close()
         _held.discard(name)
-
-
-def _nothing() -> None:
-    pass
 
 
 def _try_to_lock(folder: Place) -> FileIO | Lease | None:
@@ -199,7 +196,7 @@ def find_checkpoints(folder: Place) -> list[FoundCheckpoint]:
         if (match := _NAME.fullmatch(path.name)) and not _is_unfinished(path):
             each = FoundCheckpoint(path, int(match[1]))
             try:
-                about = read_manifest(path).about
+                about = storage.read_manifest(path).about
                 if type(about.get("number")) is int and about.get("step") == each.step:
                     each = replace(each, number=about["number"], loss=about["loss"], job=about.get("job"))
                 else:
@@ -214,7 +211,7 @@ def _is_unfinished(path: Place) -> bool:
     """Return whether this is an unfinished save or removal; else, without a manifest, a checkpoint is damaged."""
     names = [each.name for each in path.iterdir()]
     kinds = {name.partition("-")[0] for name in names}
-    return MANIFEST not in names and ("part" in kinds or storage.STATE not in kinds)
+    return storage.MANIFEST not in names and ("part" in kinds or storage.STATE not in kinds)
 
 
 def _reason(error: CheckpointError) -> str:
@@ -223,14 +220,14 @@ def _reason(error: CheckpointError) -> str:
     Raises:
         CheckpointError: An object store does not answer.
     """
-    if NO_ANSWER in str(error):
+    if storage.NO_ANSWER in str(error):
         raise error
     cause = str(error).splitlines()[0].removesuffix(".")
     return cause.partition(" is damaged: ")[2] or cause
 
 
 def to_remove(
-    found: Sequence[FoundCheckpoint], *, keep: int, keep_best: bool, damaged: Iterable[Place] = ()
+    found: Sequence[FoundCheckpoint], *, keep: int, keep_best: bool, damaged: Collection[Place] = ()
 ) -> list[FoundCheckpoint]:
     """Return the checkpoints to remove after the first of them was written or loaded.
 
@@ -240,8 +237,7 @@ def to_remove(
         keep_best: Whether to keep the one with the lowest loss, too; the older one if two are equal.
         damaged: Checkpoints that are known to be damaged.
     """
-    bad = set(damaged)
-    whole = [each for each in found if each.problem is None and each.path not in bad]
+    whole = [each for each in found if each.problem is None and each.path not in damaged]
     evaluated = [each for each in whole if each.loss is not None]
     stay = whole[:keep]
     if keep_best and evaluated:
@@ -256,7 +252,7 @@ def _remove_checkpoint(path: Place) -> None:
     with contextlib.suppress(Exception):  # for example without permission to delete
         # First these, the state before the manifest: what is left is unfinished, see `_is_unfinished`.
         for name in sorted((each.name for each in path.iterdir()), reverse=True):
-            if name.startswith((MANIFEST, storage.STATE)):
+            if name.startswith((storage.MANIFEST, storage.STATE)):
                 (path / name).unlink(missing_ok=True)
         path.remove_all() if isinstance(path, ObjectPath) else shutil.rmtree(path)
 
@@ -298,17 +294,8 @@ def _how_to_make_room(path: Path) -> str:
 
 def _run_in_background(job: Callable[[], None], device: torch.device | None = None) -> Future[None]:
     """Run ``job``, which may use ``device``, in a daemon thread: it is lost if the process ends before it is done."""
-    future: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            job()
-        except BaseException as error:  # reported by `agree`
-            future.set_exception(error)
-        else:
-            future.set_result(None)
-
-    start_thread(run, name="lockstep-checkpoint", device=device)
+    future: Future[None] = Future()  # `agree` reports its error
+    start_thread(partial(settle, future, job), name="lockstep-checkpoint", device=device)
     return future
 
 
@@ -347,7 +334,7 @@ class Checkpoints:
         self._stager = storage.HostStager()
         self._problem: str | None = None
         self._lock = contextlib.ExitStack()  # of the folder, on rank zero
-        self._check_lock: Callable[[], None] = _nothing
+        self._check_lock: Callable[[], object] = bool
         self._leads = False  # whether this is rank zero, which has the lock
         self._stale: list[Place] = []
         self._damaged: list[Place] = []
@@ -462,7 +449,7 @@ class Checkpoints:
         world = self.world
         parts: dict[str, Any] = {name: state[name] for name in _TOP_LEVEL if name in state}
         parts["state"] = {name: value for name, value in state.items() if name not in parts}
-        packer = TreePacker(parts, is_coordinator=world.is_rank_zero)
+        packer = storage.TreePacker(parts, is_coordinator=world.is_rank_zero)
         ranks = packer.writers(world.world_size)
         if world.rank not in ranks:
             return
@@ -624,11 +611,11 @@ def save(
     folder, (rank, world_size) = place_of(path), _rank_and_size()
     with contextlib.ExitStack() as stack:
 
-        def begin() -> tuple[TreePacker, Callable[[], None]]:
+        def begin() -> tuple[storage.TreePacker, Callable[[], object]]:
             parts = {"state": state, **model_state.local_state_dict(model, optimizer)}
-            packer = TreePacker(parts, is_coordinator=rank == 0)
+            packer = storage.TreePacker(parts, is_coordinator=rank == 0)
             if rank:
-                return packer, _nothing
+                return packer, bool
             folder.mkdir(parents=True, exist_ok=True)
             check_lock = stack.enter_context(lock_folder(folder))
             storage.remove_leftover_files(folder)
@@ -699,7 +686,7 @@ def _read_alike(folder: Place) -> dict[str, Any]:
     for _ in range(_NUM_TRIES):
         digest, parts, problem = "", {}, None
         try:
-            manifest = read_manifest(folder)
+            manifest = storage.read_manifest(folder)
             digest = manifest.digest
             storage.verify_files(folder, manifest, rank=rank, world_size=world_size)
             parts = storage.read_parts(folder, manifest)
@@ -709,7 +696,7 @@ def _read_alike(folder: Place) -> dict[str, Any]:
         # A save may replace the checkpoint and remove its files while it is read.
         now = ""
         with contextlib.suppress(CheckpointError):
-            now = read_manifest(folder).digest
+            now = storage.read_manifest(folder).digest
         answers = _gather([problem, digest != now, digest, socket.gethostname()])
         if not any(replaced for _, replaced, _, _ in answers):
             # Each file is compared with its digest on one rank only.

@@ -282,8 +282,7 @@ def write_shard(folder: Place, token: str, rank: int, tensors: Mapping[str, Tens
             key = name if chunk.shape == held.size else f"{name} from {list(offsets)}"
             content[key] = chunk
             chunks.setdefault(name, []).append([rank, key, offsets, list(chunk.shape)])
-    file = f"shard-{rank:05d}-{token}.safetensors"
-    entry = _write_file(folder / file, model_state.safetensors_pieces(content))
+    entry = _write_file(folder / f"shard-{rank:05d}-{token}.safetensors", model_state.safetensors_pieces(content))
     # Rank zero waits for the record, which is written after the complete shard file is on disk.
     _put(part_file(folder, token, rank), json.dumps({"entry": entry, "chunks": chunks}).encode())
 

@@ -21,7 +21,6 @@ import json
 import math
 import os
 import secrets
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,9 +34,10 @@ from torch.optim import Optimizer
 from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.fully_shard import is_sharded, local_chunk, whole
 from lockstep.errors import ConfigurationError
+from lockstep.parallel.compile import is_compiled
 from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 from lockstep.parallel.dp.wrapper import DataParallel
-from lockstep.parallel.flat import flatten_like
+from lockstep.parallel.flat import flatten_like, order_in_memory
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
 from lockstep.parallel.zero.partition import SCALARS, ShardRange
 from lockstep.torch_internals import ORIGINAL, submodules
@@ -104,12 +104,10 @@ def read_tensors(value: Any, like: Any = None) -> Any:
 
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the model without data-parallel wrappers and without the wrapper of ``torch.compile``."""
-    # Not imported here, because the import is slow. If the model is compiled, it has been imported.
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
     while True:
         if isinstance(model, _WRAPPERS):
             model = model.module
-        elif dynamo is not None and isinstance(model, dynamo.OptimizedModule):
+        elif is_compiled(model):
             model = model.get_submodule(ORIGINAL)
         else:
             return model
@@ -175,11 +173,9 @@ def _own_parts(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> dict[str
         parameter = parameters[index].detach()
         chunks[index] |= boxes_in_memory(flatten_like(parameter, parameter)[start:stop], parameter, start)
     # One object for each parameter, also if it is empty: tied parameters must be recognised on every rank.
-    parts = {
-        id(each): TensorChunks(each.shape, each.dtype, held) for each, held in zip(parameters, chunks, strict=True)
-    }
+    own = {id(each): TensorChunks(each.shape, each.dtype, held) for each, held in zip(parameters, chunks, strict=True)}
     state = model.state_dict(keep_vars=True)  # a hook may have replaced some of the values
-    return {plain_name(name): parts[id(value)] for name, value in state.items() if id(value) in parts}
+    return {plain_name(name): own[id(value)] for name, value in state.items() if id(value) in own}
 
 
 def _zero_state_dict(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
@@ -226,9 +222,7 @@ def boxes_in_memory(flat: Tensor, parameter: Tensor, start: int) -> dict[Offsets
     The boxes are views. For a contiguous parameter they are parts of rows and whole rows. A parameter in channels_last
     is divided in the order of its strides.
     """
-    order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
-    if not parameter.permute(order).is_contiguous():
-        order = list(range(parameter.dim()))  # the parameter has gaps; its state does not
+    order = order_in_memory(parameter) or list(range(parameter.dim()))  # it may have gaps; its state does not
     back = [order.index(dim) for dim in range(parameter.dim())]
     boxes, done = {}, 0
     for offsets, sizes in _boxes([parameter.shape[dim] for dim in order], start, start + flat.numel()):

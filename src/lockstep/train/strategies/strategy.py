@@ -390,7 +390,7 @@ class FullyShard(Strategy):
                 "Omit the last batch of an epoch (drop_last=True in the task), or use strategy ddp-zero1."
             )
         # Set in each micro-batch, because torch's engine keeps the setting of the last one.
-        fully_shard.sum_gradients(self._module, over_ranks=how.sync)
+        self._module.set_requires_gradient_sync(how.sync)  # type: ignore[operator]
         how.timer.begin("forward")
         part: Part = self._module(micro.batches[0], micro.sizes[0])
         how.timer.begin("backward")
@@ -448,7 +448,7 @@ class LocalSteps(Strategy):
         self.group: Group = world.group
         self._device, self._task = world.device, objective.task
         self._model, self._num_steps = model, num_steps
-        inside = None
+        self._inner: Single | Distributed = Single(model, objective)
         if settings.across == "machines":
             # A separate group: the groups of a hierarchy run the stages of its collectives in their own order.
             inside = split_group(world.node_rank, group=world.group, device=world.device)
@@ -457,16 +457,12 @@ class LocalSteps(Strategy):
                     "across=machines needs several machines, but all ranks are on one.\n"
                     "Omit across, or use strategy ddp."
                 )
-        self._inner: Single | Distributed
-        if inside is None:
-            self._inner = Single(model, objective)
-        else:
             self._inner = Distributed(model, objective, inside, world.device, DistributedDataParallel)
         self.step_group = self._inner.group
         self.ours, self.gradients, self.part_was_bad = self._inner.ours, self._inner.gradients, self._inner.part_was_bad
-        self.num_replicas = world.world_size // (1 if inside is None else inside.size())
+        self.num_replicas = world.world_size // (1 if self.step_group is None else self.step_group.size())
         # The ranks of a replica have the same state: the first of them saves it.
-        self._replica_rank = world.rank - (0 if inside is None else inside.rank())
+        self._replica_rank = world.rank - (0 if self.step_group is None else self.step_group.rank())
         every = settings.sync_every or _SYNC_EVERY[name]
         options = ["fragments", "sync_delay", "compression", "sync_patience"]
         options += ["outer_lr", "outer_momentum"] * (name == "diloco")
@@ -474,7 +470,7 @@ class LocalSteps(Strategy):
         engine = DiLoCo if name == "diloco" else LocalSGD
         self.averaging = engine(model, None, every, process_group=world.group, **given)
         self._weight: float | Tensor = 0.0
-        who = "ranks" if inside is None else "machines"
+        who = "ranks" if self.step_group is None else "machines"
         self.note = f"{who} exchange parameters every {every} steps: by design not the same run as on one device"
 
     @override
