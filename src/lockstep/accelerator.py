@@ -98,8 +98,6 @@ def start_thread(target: Callable[[], object], *, name: str, device: torch.devic
 
 def synchronize(awaited: torch.device | torch.Event) -> None:
     """Block until a device has done all queued work, or has reached an event; return at once for the CPU."""
-    if isinstance(awaited, torch.Event) and awaited.query():
-        return
     with activity.waiting(activity.DEVICE):
         if isinstance(awaited, torch.Event):
             awaited.synchronize()
@@ -166,6 +164,10 @@ class HostCopy:
             self.value = _reused(kind, partial(torch.empty, tensor.shape, dtype=tensor.dtype, pin_memory=True))
             self.value.copy_(tensor.detach(), non_blocking=True)
             self.arrived = recorded_event(tensor.device)
+
+    def has_arrived(self) -> bool:
+        """Return whether it can be read without a wait."""
+        return self.arrived is None or self.arrived.query()
 
     def read(self) -> Tensor:
         """Return it, on the host. Blocks until it has arrived."""

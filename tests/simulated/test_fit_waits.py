@@ -115,11 +115,9 @@ def test_a_step_waits_only_when_its_first_forward_is_queued(on_sim, strategy, na
     for found in on_sim(1 if strategy == "single" else 2)(run):
         for name, (before, after, segments) in found.items():
             assert (before, segments) == ([], 0), name
-            *of_engine, (kind, has_work, line) = after
+            ((kind, has_work, line),) = after
             assert (kind, has_work) == ("event", True), (name, after)
             assert " settle < " in line and line.endswith(f" {STEPS[name][2]}"), (name, line)
-            # Of the engine: whether other ranks gave weights in the last step. Over before the gradient is.
-            assert all(kind == "event" and has_work and "_post_forward" in at for kind, has_work, at in of_engine), name
 
 
 def counting():

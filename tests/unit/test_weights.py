@@ -100,7 +100,7 @@ def test_a_rank_without_weights_looks_at_the_others_when_its_next_backward_begin
     """As on CUDA, where it would have to wait in order to look at once."""
     each = Weights(Group(), CPU)
     with (
-        mock.patch.object(weighting, "HostCopy", lambda message: mock.Mock(read=lambda: message.values)),
+        mock.patch.object(weighting, "HostCopy", lambda message: mock.Mock(value=message.values)),
         mock.patch("torch.cuda.is_current_stream_capturing", return_value=False),
     ):
         assert correction(each, on_gpu(missing=16.0)) == 1.0

@@ -505,7 +505,8 @@ class Weights:
             return
         # Which layers are never used shows in the first two steps.
         while len(self._unread) > (NUM_UNREAD if self._num_plain > 2 else 0):
-            self._conclude(self._unread.popleft().read())
+            sums = self._unread.popleft()
+            self._conclude(sums.value if sums.has_arrived() else sums.read())
 
     def _exchange(self, message: Sequence[float]) -> Tensor:
         """Return the sum of all messages. Collective: every rank. Blocks until complete; on a device its stream."""
