@@ -116,6 +116,8 @@ def prove(options: argparse.Namespace, count: int) -> int:
     """Run the sections one after the other; write what they found, whatever happens."""
     from dataclasses import asdict
 
+    import psutil
+
     from lockstep.telemetry.provenance import gather
 
     end = time.monotonic() + 60 * options.minutes
@@ -144,6 +146,9 @@ def prove(options: argparse.Namespace, count: int) -> int:
     except KeyboardInterrupt:
         print("\nStopped; what was found so far is kept.", file=sys.stderr)
         status = 130
+        for child in psutil.Process().children():  # a section that was just being started
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
         keep(run, options.device, problem, folders, None)
     print("\nkept as " + ", ".join(os.path.relpath(folder / f"{stem(run)}.json") for folder in folders))
     if folders[0] == RESULTS:
@@ -162,7 +167,7 @@ def run_section(
 ) -> None:
     """Run one in a process group of its own, which is ended when its time is over; what it wrote by then counts."""
     began, problem = time.monotonic(), ""
-    section: Section = {"status": "stopped", "problems": []}
+    section: Section = {"status": "stopped", "problems": [], "seconds": 0.0}
     sections[name] = section
     log.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, log.open("wb") as output, log.open("rb") as shown:

@@ -42,7 +42,7 @@ def test_a_board_has_each_ranks_last_note(ranks):
 def test_rank_zero_sees_all_ranks_and_which_is_slowest(ranks):
     def train(world):
         from lockstep.telemetry.sinks import Subscriber
-        from lockstep.train import fit as run
+        from lockstep.telemetry import live_view as view
 
         class Display(Subscriber):
             def __init__(self):
@@ -65,11 +65,11 @@ def test_rank_zero_sees_all_ranks_and_which_is_slowest(ranks):
             return mean_loss(model, batch)
 
         display = Display()
-        before, run.Display = run.Display, lambda view, silent: display
+        before, view.Display = view.Display, lambda *_, **__: display
         try:
             lockstep.fit(make_task(loss=loss), strategy="ddp", steps=60, check_replicas=0)
         finally:
-            run.Display = before
+            view.Display = before
         return display.snapshots, display.said, display.events
 
     (snapshots, said, events), (none, *_) = ranks(2)(train)

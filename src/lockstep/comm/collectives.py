@@ -511,10 +511,12 @@ class _Exchange(Work):
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Block until the exchange is complete, at most for the group's timeout."""
+        works, self._works = self._works, []  # one that has failed is not waited for again
+        for _, work in works:
+            wait_for_transfer(work, self._group)
+        result, self._result = self._result, lambda: None
+        result()
         if not self._future.done():
-            for _, work in self._works:
-                wait_for_transfer(work, self._group)
-            self._result()
             self._future.set_result(None)
         return True
 
