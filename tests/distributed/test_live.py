@@ -41,8 +41,8 @@ def test_a_board_has_each_ranks_last_note(ranks):
 
 def test_rank_zero_sees_all_ranks_and_which_is_slowest(ranks):
     def train(world):
-        from lockstep.telemetry.sinks import Subscriber
         from lockstep.telemetry import live_view as view
+        from lockstep.telemetry.sinks import Subscriber
 
         class Display(Subscriber):
             def __init__(self):
