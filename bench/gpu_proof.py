@@ -57,6 +57,8 @@ Without a network:   elsewhere  python3 -m pip download --python-version {2}.{3}
 pytest is for the tests only: --only waits --only benchmark does without it."""
 MEASURING = 0.6
 """Of the time for waits: to measure them; the rest is for steps in which torch raises."""
+BEGINNING = 0.7
+"""Of either: after this part no setting begins, so that one that does not end is stuck, and not only late."""
 OUTPUT_LINES = 200
 GRACE_S, STACKS_S = 10.0, 3.0
 """How long a section that is cut off may take to end, and to say where it was."""
@@ -271,14 +273,16 @@ def waits(options: argparse.Namespace) -> None:
     write(options, found)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            given = (left, options.device, folder)
-            launch_within(MEASURING * (end - time.monotonic()), options.count, gpu_waits.measure, *given)
+            seconds = MEASURING * (end - time.monotonic())
+            given = (left, options.device, folder, time.time() + BEGINNING * seconds)
+            launch_within(seconds, options.count, gpu_waits.measure, *given)
         except (LockstepError, TimeoutError) as error:
             number = len(list(Path(folder).iterdir()))
             fail(found, left[min(number, len(left) - 1)], error)
         finally:
             files = {name: Path(folder, f"{name}.json") for name in left}
             found["waits"] = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
+            found["not_measured"] = [name for name in left if name not in found["waits"]]
             write(options, found)
     for name, everywhere in found["waits"].items():
         places = [each for each in everywhere if gpu_waits.BESIDE not in each["place"]]
@@ -292,18 +296,21 @@ def waits(options: argparse.Namespace) -> None:
     while left and end - time.monotonic() > MODEL_S:
         with tempfile.TemporaryDirectory() as folder:
             try:
-                given = (left, options.device, folder)
-                launch_within(end - time.monotonic(), options.count, gpu_waits.check, *given)
+                seconds, problem = end - time.monotonic(), None
+                given = (left, options.device, folder, time.time() + BEGINNING * seconds)
+                launch_within(seconds, options.count, gpu_waits.check, *given)
             except (LockstepError, TimeoutError) as error:
-                passed = [name for name in left if Path(folder, name).exists()]
-                broken, left = left[len(passed)], left[len(passed) + 1 :]
-                found["raised"][broken] = str(error)
-                fail(found, broken, error)
-            else:
-                passed, left = left, []
+                problem = error
+            passed = [name for name in left if Path(folder, name).exists()]
         found["passed"] += passed
+        left = left[len(passed) :]
+        if problem is not None:
+            found["raised"][left[0]] = str(problem)
+            fail(found, left.pop(0), problem)
         found["left_out"] = left
         write(options, found)
+        if problem is None:
+            break
 
 
 def benchmark(options: argparse.Namespace) -> None:
@@ -457,8 +464,12 @@ def not_proved(run: dict[str, Any], kind: str) -> list[str]:
     lines += [f"A test skipped itself: {line}" for line in ran.get("skipped", [])]
     lines += [f"A test passed only alone, without others beside it: {test}" for test in ran.get("only_alone", [])]
     lines += [f"A test did not run: {test}" for test in ran.get("left_out", [])]
-    for name, what in (("waits", "Steps of fit under set_sync_debug_mode"), ("benchmark", "Speed")):
-        for title in sections.get(name, {}).get("left_out", []):
+    for name, key, what in (
+        ("waits", "not_measured", "Where a step of fit waits"),
+        ("waits", "left_out", "Steps of fit under set_sync_debug_mode"),
+        ("benchmark", "left_out", "Speed"),
+    ):
+        for title in sections.get(name, {}).get(key, []):
             lines.append(f"{what}, {title}: there was no time left for it.")
     found = sections.get("benchmark", {})
     for title, figures in found.get("models", {}).items():

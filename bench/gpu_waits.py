@@ -7,6 +7,7 @@ long. Then, in a run of its own, under set_sync_debug_mode("error"), which raise
 
 import contextlib
 import json
+import math
 import sys
 import threading
 import time
@@ -185,10 +186,19 @@ def run_of(world: Any, setting: dict[str, Any], waits: Waits) -> Any:
     return fit_run(task, world, **changes)
 
 
-def measure(names: list[str], kind: Kind, folder: str) -> None:
-    """Write the waits of rank 0 into a file for each setting. Collective: every rank."""
+def is_late(world: lockstep.World, deadline: float) -> bool:
+    """Return whether it is past ``deadline`` by some rank's clock. Collective: every rank."""
+    late = torch.tensor([time.time() > deadline], device=world.device).int()
+    torch.distributed.all_reduce(late, torch.distributed.ReduceOp.MAX)
+    return bool(late)
+
+
+def measure(names: list[str], kind: Kind, folder: str, deadline: float = math.inf) -> None:
+    """Write the waits of rank 0 into a file for each setting that begins in time. Collective: every rank."""
     with join(kind) as world:
         for name in names:
+            if is_late(world, deadline):
+                break
             waits = Waits()
             with watching(waits), contextlib.closing(run_of(world, SETTINGS[name], waits)) as run:
                 for number in range(WARM_UP_STEPS + STEPS):
@@ -200,10 +210,15 @@ def measure(names: list[str], kind: Kind, folder: str) -> None:
                 Path(folder, f"{name}.json").write_text(json.dumps(waits.figures()))
 
 
-def check(names: list[str], kind: Kind, folder: str) -> None:
-    """Run whole steps in which torch raises where the host waits; leave a file for each setting that came through."""
+def check(names: list[str], kind: Kind, folder: str, deadline: float = math.inf) -> None:
+    """Run whole steps in which torch raises where the host waits; leave a file for each setting that came through.
+
+    No setting begins after ``deadline``. Collective: every rank.
+    """
     with join(kind) as world:
         for name in names:
+            if is_late(world, deadline):
+                break
             with contextlib.closing(run_of(world, SETTINGS[name], Waits())) as run:
                 for _ in range(WARM_UP_STEPS):
                     run.step()

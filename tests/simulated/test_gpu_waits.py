@@ -19,8 +19,11 @@ def test_waits(on_sim, tmp_path):
             monkeypatch.setattr(gpu_waits, "STEPS", 4)
             gpu_waits.measure(names, "sim", str(tmp_path))
             gpu_waits.check(names, "sim", str(tmp_path))
+            gpu_waits.measure(["fp16"], "sim", str(tmp_path), deadline=0.0)
+            gpu_waits.check(["fp16"], "sim", str(tmp_path), deadline=0.0)
 
     on_sim(2)(run)
+    assert len(list(tmp_path.iterdir())) == 2 * len(names)  # what was late did not begin
     for name in names:
         assert (tmp_path / name).exists()
         waits = json.loads((tmp_path / f"{name}.json").read_text())
