@@ -70,7 +70,7 @@ format: setup  ## Put the code into the house format
 
 bench: setup  ## Measure against torch and its peers (40 minutes), or ONLY=name; QUICK=1: does it run; SINCE=COMMIT: what got slower
 	$(PIP) --editable '.[bench]'
-	$(BIN)/python $(if $(SINCE),-m bench.versions $(SINCE),tools/bench.py $(ONLY)) $(if $(QUICK),--quick)
+	$(BIN)/python tools/bench.py $(if $(QUICK),--quick) $(if $(SINCE),--since $(SINCE)) $(ONLY)
 
 # Without .venv: on a machine with GPUs the Python that has torch will do, also without a network.
 gpu: MINUTES = 8

@@ -3,6 +3,7 @@
     python tools/bench.py             all parts of the session; about half an hour on two cores
     python tools/bench.py --quick     the same with few short rounds, to see that it runs; kept in runs/bench
     python tools/bench.py NAME ...    these scripts of bench/ alone; what each prints is kept in bench/results/NAME.txt
+    python tools/bench.py --since X   is this checkout slower than commit X? Kept in bench/results/versions.txt
     python tools/bench.py --report    the page and the tables once more, from the newest run
 
 A session is kept as bench/results/run-<time>.json; bench/results/index.html, README.md and docs/speed.md show the
@@ -75,6 +76,8 @@ def main(arguments: Sequence[str]) -> int:
         print(f"No such benchmark: {', '.join(unknown)}\nThere are: {', '.join(sorted(scripts))}", file=sys.stderr)
         return 1
     try:
+        if options.since:
+            return since(options.since, options.quick)
         if options.names:
             return alone(options.names, options.quick)
         return whole(options.quick, shlex.join(["python", "tools/bench.py", *arguments]))
@@ -89,6 +92,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="a script of bench/")
     parser.add_argument("--quick", action="store_true", help="few short rounds; figures mean nothing")
+    parser.add_argument("--since", metavar="COMMIT", help="is this checkout slower than that commit? Status 1 if it is")
     parser.add_argument("--report", action="store_true", help="write the page and the tables from the newest run")
     return parser.parse_args(arguments)
 
@@ -159,6 +163,16 @@ def alone(names: Sequence[str], quick: bool) -> int:
     if failed:
         print(f"Failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def since(commit: str, quick: bool) -> int:
+    """Compare this checkout with a commit, and keep what was printed; return the exit status."""
+    provenance = gather()
+    printed: list[str] = []
+    status = run_script(["versions", commit, *(["--quick"] if quick else [])], printed)
+    if printed and not quick:
+        (RESULTS / "versions.txt").write_text(f"{facts(f'--since {commit}', provenance)}\n{''.join(printed)}")
+    return status
 
 
 def run_script(arguments: Sequence[str], printed: list[str] | None) -> int:

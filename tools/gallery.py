@@ -199,7 +199,7 @@ def train() -> list[Text]:
         return compute(model, batch)
 
     object.__setattr__(task, "loss", loss)
-    with patch("lockstep.train.fit.Display", lambda view, silent: display):
+    with patch("lockstep.telemetry.live_view.Display", lambda view, silent: display):
         lockstep.fit(task, strategy="ddp", steps=400, clip=1.0, eval_every=10_000)
     return display.lines
 

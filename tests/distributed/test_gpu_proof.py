@@ -3,6 +3,7 @@
 import ctypes
 import importlib.util
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from bench import gpu_proof, gpu_steps, gpu_tests, gpu_waits
 from bench.models import TINY_GPU_MODELS
 from bench.report import gpu
+from tests.gpu import test_one_gpu
 from tests.models import soak
 
 
@@ -80,6 +82,16 @@ def test_what_was_found_before_a_signal_is_kept(tmp_path, number):
     assert "Nothing failed." in out and any(
         line.startswith("Section waits: it was stopped") for line in kept["not_proved"]
     )
+
+
+def test_two_ranks_share_a_device(monkeypatch):
+    """As the tests on one GPU start them, here on the CPU."""
+    monkeypatch.setattr(test_one_gpu, "DEVICE", "cpu")
+
+    def work(world):
+        return world.rank, os.environ["NCCL_HOSTID"]
+
+    assert test_one_gpu.on_one_gpu("gloo", work) == [(0, "rank 0"), (1, "rank 1")]
 
 
 STUCK = """

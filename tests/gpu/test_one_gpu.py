@@ -16,6 +16,7 @@ import torch.distributed as dist
 import lockstep
 from lockstep.errors import JobHangs, LockstepError
 from lockstep.launcher import api
+from lockstep.launcher.output import LogSettings
 from tests.distributed.test_recovery import TASK
 from tests.distributed.test_scenarios import LOST, SCENARIOS, launch_losing
 from tests.gpu.test_ranks_gpu import failures_of
@@ -56,7 +57,8 @@ def on_one_gpu(backend, fn, *args, timeout_s=JOB_S, **options):
         with lockstep.init(backend=backend, device=DEVICE) as world:
             return fn(world, *args)
 
-    return api.launch_with(work, (), devices=NUM_RANKS, timeout_s=timeout_s, **options)
+    logs = LogSettings(merges=False)
+    return api.launch_with(work, (), devices=NUM_RANKS, timeout_s=timeout_s, logs=logs, **options)
 
 
 @pytest.fixture(autouse=True, scope="module")

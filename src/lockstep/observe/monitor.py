@@ -463,7 +463,8 @@ def find_engine(models: Sequence[nn.Module], num_ranks: int) -> tuple[str, list[
 def complete(step: StepMarks, strategy: str) -> None:
     """Complete what is known of the communication in a step with this engine."""
     is_ddp = strategy in ("ddp", "torch-ddp")
-    step.reductions = step.reductions if is_ddp else []
+    if not is_ddp:
+        step.reductions = []
     is_known = strategy == "single" or (is_ddp and "backward" not in step.unseen)
     step.exposed_s = 0.0 if is_known else None
     step.has_timeline = has_timeline(step.number)

@@ -134,7 +134,8 @@ class Reducer:
     already left out an update. So as long as some rank lacks gradients, the hosts exchange what they used over a CPU
     group, as soon as their backward has been queued: they wait for each other, but not for their devices. All ranks
     must take part in this exchange. So each rank sends with its weight message whether its last step lacked gradients,
-    and all ranks decide by the same sum, which they read one step later. Only until then the tails are read.
+    and all ranks decide by the same sum, which they read in a later step, see [Note: weight messages]. Only until then
+    the tails are read.
 
     [Note: a backward that fails]
     autograd then drops the queued callback, so the step is not closed, and the reductions of launched buckets still
