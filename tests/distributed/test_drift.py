@@ -109,7 +109,7 @@ def test_what_rightly_differs_does_not_disturb(ranks):
             loop = make_loop(world, "ddp" if how else strategy, every=1, model=Counting, **how)
             for _ in range(4):
                 loop.step()
-            assert loop._alike_after == 4
+            assert loop.alike_after == 4
             loop.close()
 
     ranks(2, warnings="ignore")(run)

@@ -282,6 +282,17 @@ def test_the_scaler_the_schedule_and_micro_batches_go_on(run_task):
     assert len(lines) == 4 and not any("restart" in line for line in lines)
 
 
+@pytest.mark.parametrize("method", ["fp16", "int8", "int4", "powersgd:1"])
+def test_compressed_gradients_go_on(run_task, method):
+    # Residuals of a lost rank are lost with it: the bits are the same only if it had none yet.
+    undisturbed, _ = run_task("", "--compression", method)
+    found, lines = run_task("backward@1", "--compression", method)
+    assert found == undisturbed and len(lines) == 2
+    found, lines = run_task("before9@0", "--compression", method)
+    assert (found == undisturbed) == (method == "fp16")
+    assert len(lines) == 2 and not any("restart" in line for line in lines)
+
+
 def test_checkpoints_go_on_after_the_loss_of_the_rank_that_writes_them(run_task, tmp_path):
     undisturbed, _ = run_task()
     found, lines = run_task("before9@0", "--checkpoint", tmp_path / "kept", "--checkpoint-every", "4")

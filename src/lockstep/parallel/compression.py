@@ -648,7 +648,10 @@ class CompressedMean(BucketReduction):
             for state in states:
                 view += state["residuals"].get(name, 0)
         self._settled.clear()
+        self.load_bases(states[0]["bases"] if states else {})
+
+    def load_bases(self, bases: Mapping[str, Tensor]) -> None:
+        """Load PowerSGD's bases; those of parameters that the model lacks are left out."""
         if isinstance(self._codec, PowerSGD):
             keys = {name: key for key, name in enumerate(self._bucket_set.names)}
-            bases = states[0]["bases"] if states else {}
             self._codec.bases = {keys[name]: basis.clone() for name, basis in bases.items() if name in keys}

@@ -286,6 +286,8 @@ class Run:
         if trainer.can_reconnect and (checkpoints is None or averaging is None):
             recovery = Recovery(world, trainer=trainer, run=self, doing=self._doing, exchanging=averaging)
             if recovery.is_active:
+                if is_late:
+                    self._find_recovered()
                 self._recovery, recovery.on_rejoined = recovery, self._rejoined
                 trainer.before_update = recovery.before_update if averaging is None else bool
         if is_late and checkpoints is not None:
@@ -370,6 +372,8 @@ class Run:
         if self._due:
             due = self._due[0]
             self._actions[due]()
+            if self._recovery is not None:
+                self._recovery.refuse_cut()
             self._due.pop(0)
             if due == "evaluate" and self.has_new_best and "save" not in self._due:
                 self._due.insert(0, "save")
@@ -431,6 +435,13 @@ class Run:
         if led != self._leads:
             self._display = live_view.Display(self._settings.view, silent=self._settings.quiet or not self._leads)
         self._record.reconnect(self._display if is_new_lead else None)
+        self._find_recovered()
+
+    def _find_recovered(self) -> None:
+        """Find what is due after a recovery: the ranks compare what they hold."""
+        if self.trainer.strategy.averaging is None and self._due[:1] != ["check"]:
+            self.trainer.alike_after = None
+            self._due.insert(0, "check")
 
     def pause_for(self, event: EventName, act: Callable[[], str]) -> None:
         """Pause the training for ``act``, and log the text that it returns. Collective: every rank."""

@@ -11,15 +11,26 @@ others fail: in the collective that it does not take part in, or because the gen
 3. copy the state from the first rank that is most ahead to each rank that lacks it, over the group;
 4. repeat the attempt, from the same parameters, optimizer state and buffers, with the same samples and random numbers.
 
-A failed attempt must leave no trace. Parameters and optimizer state change in the optimizer's step only, after the last
-collective. Buffers change in forward: they are kept at the start of an attempt and restored. Before an update, the
-buffers of rank zero are sent to all ranks, as rank zero may be lost after it. On a device, collectives do not fail but
-are aborted, and leave anything in the gradients: so before an update the host waits for the device.
+A failed attempt must leave no trace. Parameters and optimizer state usually change in the optimizer's step only, after
+the last collective, so that no rank can fail between the update and the end of the attempt. What changes before that is
+kept at the start of an attempt and restored: buffers, residuals of compressed gradients, and parts such as a scheduler,
+a scaler or a loader. Before an update, the buffers of rank zero are sent to all ranks, as rank zero may be lost after
+it. On a device, collectives do not fail but are aborted, and leave anything in the gradients: so before an update, when
+all collectives were started, the host waits for the device.
+
+A script's block may be another one: with several updates, with a collective behind its update, or with an update in
+forward (a momentum encoder). The first block shows that; from then on parameters and optimizer state are copied at the
+start of each (`Changes`). A rank that has changed its state and has no copy holds the state no more, and copies that of
+another one; if none is left, all ranks restart.
 """
 
 import contextlib
+import copy
+import gc
+import itertools
 import os
 import pickle
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
@@ -27,7 +38,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.swa_utils import AveragedModel
 
 from lockstep import activity
 from lockstep.accelerator import synchronize
@@ -43,10 +58,15 @@ from lockstep.comm.generations import Membership
 from lockstep.comm.world import World
 from lockstep.containers import map_tensors
 from lockstep.data.stream import Stateful
-from lockstep.errors import CollectiveError, ConfigurationError, tells_of_others
+from lockstep.errors import CollectiveError, ConfigurationError, LockstepError, tells_of_others
+from lockstep.parallel.consistency import Buffers, Replica, checksum, refuse_difference, replica_of
+from lockstep.parallel.ddp.updates import call_before_updates
+from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 from lockstep.parallel.local_sgd import LocalSGD
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
+from lockstep.parallel.zero.partition import options_of
 from lockstep.run_folder import Arrival, Generation, RecoveryReport, current_run_folder, withdraw_recovery
+from lockstep.telemetry.heartbeat import num_calls
 from lockstep.telemetry.recorder import Place, end_recoveries, record_recovery
 from lockstep.train.skipping import BufferSnapshot
 
@@ -61,6 +81,9 @@ class Connected(Protocol):
     def modules_to_restore(self) -> list[nn.Module]:
         """Return the modules whose buffers change in a step."""
 
+    def keep(self) -> None:
+        """Keep what changes before the update, apart from buffers, at the begin of an attempt."""
+
     def restore(self) -> None:
         """Return to the begin of the attempt, apart from buffers."""
 
@@ -73,13 +96,11 @@ class Connected(Protocol):
     def use_plan(self, plan: Any) -> None:
         """Use what another rank's `agreed_plan` returned. Collective: every rank."""
 
-
-@runtime_checkable
-class Sharded(Protocol):
-    """A part of whose state each rank has a shard, which `Connected.use_plan` divides again."""
-
     def replica_state(self) -> dict[str, Any]:
-        """Return the rest of its state, for ``load_state_dict``."""
+        """Return the state that is the same on every rank, for `load_replica_state` of a rank that lacks it."""
+
+    def load_replica_state(self, state: dict[str, Any]) -> None:
+        """Load what another rank's `replica_state` returned."""
 
 
 class Recovery:
@@ -99,8 +120,9 @@ class Recovery:
     If a rank is lost in the block, the block ends on all others, the state is as at its beginning, and `step` has not
     changed: the loop does the step again. A rank that takes the place of a lost one runs the script from its start, and
     gets the state of the others here, in the constructor: its `step` is theirs. All that the loop needs must be in the
-    given parts, or follow from `step` and from the world, whose numbers may change. The update should be the
-    last in the block. Process groups of the script's own are gone after a recovery.
+    given parts, or follow from `step` and from the world, whose numbers may change. All micro-batches of an update are
+    in one block. The update should be the last in it: otherwise each block begins with a copy of all parts, as long as
+    it lasts. Process groups of the script's own are gone after a recovery.
 
     With `LocalSGD` or `DiLoCo` as the last of the parts, enter no block: each exchange is one; see there.
 
@@ -111,7 +133,7 @@ class Recovery:
         parts: By name: the wrapped model, the optimizer, and anything else with ``state_dict`` and ``load_state_dict``.
 
     Attributes:
-        step: Number of blocks, or of exchanges, completed.
+        step: Number of blocks, or of exchanges, completed. Set it before the first block to continue a run.
         on_rejoined: Called after a recovery.
 
     Raises:
@@ -127,22 +149,24 @@ class Recovery:
         **parts: Stateful,
     ) -> None:
         check_parts(parts)
+        # In `fit`, the trainer knows what a step changes.
+        self._changes = None if doing is not None else Changes(parts)
         own = [part for part in parts.values() if isinstance(part, LocalSGD)]
         # If ranks train alone between exchanges, each exchange is an attempt, and steps are not done again.
         averaging = own[0] if own else exchanging
         self._world, self._parts = world, parts
         self._connected = {name: part for name, part in parts.items() if isinstance(part, Connected)}
         self._engines: list[Connected | LocalSGD] = [*self._connected.values(), *own]
-        self.step, self._has_state, self._is_updated = 0, not world.is_late, False
+        self.step, self._has_state = 0, not world.is_late
         self._doing = doing or (lambda: f"{'exchange' if own else 'step'} {self.step + 1}")
         self.on_rejoined: Callable[[], None] | None = None
         modules = [module for part in self._connected.values() for module in part.modules_to_restore()]
         self._buffers = [each for module in modules if (each := BufferSnapshot(module)).names]
-        self._handles = []
-        for part in parts.values():
-            if isinstance(part, Optimizer) and averaging is None:
-                self._handles.append(part.register_step_pre_hook(self.before_update))
-                self._handles.append(part.register_step_post_hook(self._after_update))
+        self._kept: list[BufferSnapshot | Connected] = [*self._buffers, *self._connected.values()]
+        # After the newest update: the buffers of all ranks are those of rank zero as long as none has changed.
+        self._sent: list[int] | None = None
+        self._recovered_at: int | None = None  # the step of the newest recovery
+        self._trains_alone = averaging is not None
         self._plans: dict[str, Any] = {}
         self._membership: Membership | None = None
         may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
@@ -171,8 +195,6 @@ class Recovery:
             self._membership.close()
             self._membership = None
             end_recoveries()
-        for handle in self._handles:
-            handle.remove()
 
     @contextlib.contextmanager
     def attempt(self) -> Iterator[None]:
@@ -180,23 +202,24 @@ class Recovery:
 
         Collective: every rank. If a rank is lost, blocks until another one has its place.
         """
-        self._is_updated = False
         if self._membership is not None:
             self._membership.arrive(self.step)
-            for buffers in self._buffers:
-                buffers.keep()
+            for kept in self._kept:
+                kept.keep()
+        watching = contextlib.nullcontext() if self._changes is None else self._changes.block(self._before_step)
         try:
-            yield
+            with watching:
+                yield
+            if self._changes is not None and self._changes.has_calls and self._world.device.type != "cpu":
+                self.refuse_cut()
             self.step += 1
         except Exception as error:
             if not self._is_of_lost_rank(error):
                 raise
             error.__traceback__ = None  # its frames hold tensors
-            self.step += self._is_updated
-            for buffers in self._buffers if not self._is_updated else ():
-                buffers.restore()
-            for part in self._connected.values():
-                part.restore()
+            self._has_state &= self._changes is None or self._changes.undo()
+            for kept in self._kept:
+                kept.restore()
             # Kept until the recovery is complete: another rank may be lost when the engines are connected again.
             self._plans = {name: part.agreed_plan() for name, part in self._connected.items()}
             self._rejoin()
@@ -216,17 +239,30 @@ class Recovery:
         """Make sure that an update is made with all gradients; send buffers. Collective: every rank."""
         if self._membership is None:
             return
-        device = self._world.device
-        if device.type != "cpu":
-            synchronize(device)
-        buffers = [buffer for each in self._buffers for buffer in each.current()]
-        if buffers:
+        if buffers := self._current_buffers():
             broadcast_coalesced(buffers, group=self._world.group)
+        self._sent = [buffer._version for buffer in buffers]
+        self.refuse_cut()
+
+    def refuse_cut(self) -> None:
+        """Raise CollectiveError if a rank was lost: on a device, collectives then leave anything. Blocks."""
+        if self._membership is None:
+            return
+        if self._world.device.type != "cpu":
+            synchronize(self._world.device)
         if self._membership.is_cut:
             raise CollectiveError("A rank was lost in this step.")
 
-    def _after_update(self, *_: Any) -> None:
-        self._is_updated = True
+    def _before_step(self, is_first: bool) -> None:
+        """Do what comes before an optimizer's step in a block. Collective: every rank."""
+        num_since = 0 if self._recovered_at is None else self.step - self._recovered_at
+        # What a forgotten part has changed may show in the next step, or long after.
+        if is_first and num_since > 0 and num_since.bit_count() == 1:
+            self._refuse_difference("healed")
+        self.before_update()
+
+    def _current_buffers(self) -> list[Tensor]:
+        return [buffer for each in self._buffers for buffer in each.current()]
 
     # --- the recovery -------------------------------------------------------------------------------------------------
 
@@ -248,29 +284,61 @@ class Recovery:
 
     def _share(self, found: Generation) -> None:
         """Connect the engines, and copy the state to those that lack it. Collective: every rank. Blocks."""
-        world, group = self._world, self._world.group
+        world = self._world
         for engine in self._engines:
             engine.reconnect(world)
-        mine = [self._has_state, self.step, activity.now.num_steps]
-        rows = all_gather_object(mine, group=group, device=world.device)
-        most = max((step for has_state, step, _ in rows if has_state), default=None)
+        rows, source, lacking = self._compare()
+        joins = not self._has_state
+        num_bytes = self._copy(source, lacking)
+        _, self.step, num_steps, _ = rows[source]
+        num_missed, activity.now.num_steps = num_steps - activity.now.num_steps, num_steps
+        self._recovered_at = self.step
+        if self._changes is not None and not self._trains_alone:
+            self._refuse_difference("same" if all(row[3] for row in rows if row[0]) else "healed")
+            self._changes.refuse_unlisted(world)
+        self._report(found, source, lacking, num_bytes, num_missed if world.rank in lacking else 0, joins=joins)
+
+    def _compare(self) -> tuple[list[list[Any]], int, list[int]]:
+        """Return what each rank holds, the first rank that is most ahead, and those that lack its state. Collective."""
+        world = self._world
+        settled = self._sent == [buffer._version for buffer in self._current_buffers()]
+        mine = [self._has_state, self.step, activity.now.num_steps, settled]
+        rows = all_gather_object(mine, group=world.group, device=world.device)
+        most = max((step for has_state, step, *_ in rows if has_state), default=None)
         if most is None:
-            raise CollectiveError("No rank that is left holds the state of the run.\nRestart it from a checkpoint.")
+            raise LockstepError(
+                "No rank that is left holds the state of the run: a rank was lost within a block that had changed it.\n"
+                "All ranks restart. To go on in place, make the update the last in the block, and put all of its "
+                "micro-batches there. Several updates are no obstacle from the second block on."
+            )
         lacking = [rank for rank, row in enumerate(rows) if row[:2] != [True, most]]
-        source = next(rank for rank in range(world.world_size) if rank not in lacking)
-        for name, plan in broadcast_object(self._plans, group=group, src=source, device=world.device).items():
+        return rows, next(rank for rank in range(world.world_size) if rank not in lacking), lacking
+
+    def _copy(self, source: int, lacking: list[int]) -> int:
+        """Copy the state of a rank to those that lack it; return the bytes on this rank. Collective: every rank."""
+        world, num_bytes = self._world, 0
+        plans = broadcast_object(self._plans, group=world.group, src=source, device=world.device)
+        for name, plan in plans.items():
             self._connected[name].use_plan(plan)
-        num_bytes = 0
         if world.rank == source or world.rank in lacking:
             self._has_state = self._has_state and world.rank == source
             states = {name: _state_of(part) for name, part in self._parts.items()} if world.rank == source else {}
             for rank in lacking if world.rank == source else [world.rank]:
-                received, size = exchange_state(states, source, rank, group, world.device)
+                received, size = exchange_state(states, source, rank, world.group, world.device)
                 num_bytes += size
                 for name in received:
-                    self._parts[name].load_state_dict(received[name])
-            self._has_state, self.step, activity.now.num_steps = True, most, rows[source][2]
-        num_missed = rows[source][2] - mine[2] if world.rank in lacking else 0
+                    part = self._parts[name]
+                    load = part.load_replica_state if isinstance(part, Connected) else part.load_state_dict
+                    load(received[name])
+            self.refuse_cut()
+            self._has_state = True
+        return num_bytes
+
+    def _report(
+        self, found: Generation, source: int, lacking: list[int], num_bytes: int, num_missed: int, *, joins: bool
+    ) -> None:
+        """Report the recovery to the launcher and in the record. Collective: every rank."""
+        world, group = self._world, self._world.group
         lost_at_s = found.lost_at_ns / 1e9
         seconds = time.time() - lost_at_s
         # Without a rank that was replaced, there are fewer ranks than before.
@@ -282,17 +350,185 @@ class Recovery:
         # Until all have the state, none may change its own.
         report = RecoveryReport(found.number, text, num_bytes, found.why, lost_at_s, seconds)
         reports = all_gather_object(asdict(report), group=group, device=world.device)
-        if world.rank == source:
-            report.write(current_run_folder())
         # Only the launcher of the machine of a lost rank knows why.
         why = "; ".join(dict.fromkeys(each["why"] for each in reports if each["why"]))
         report = RecoveryReport(**reports[source] | {"why": why})
-        place = Place(world.rank, world.world_size, group)
-        record_recovery(report, place, num_missed, joins=not mine[0])
+        if world.local_rank == 0:  # the launcher of each machine keeps account of its ranks
+            report.write(current_run_folder())
+        record_recovery(report, Place(world.rank, world.world_size, group), num_missed, joins=joins)
+
+    def _refuse_difference(self, buffers: Buffers) -> None:
+        """Raise ReplicasDiffer if the parts differ between ranks. Collective: every rank. Blocks."""
+        assert self._changes is not None and self._recovered_at is not None
+        refuse_difference(
+            self._changes.replica(buffers),
+            group=self._world.group,
+            device=self._world.device,
+            now=f" (before block {self.step + 1})",
+            since=f"A rank was replaced before block {self._recovered_at + 1}. What the loop changes and is no part "
+            "of lockstep.Recovery, such as a scaler or a counter, began anew on that rank: give it to Recovery by a "
+            "name.",
+        )
 
 
 def _state_of(part: Stateful) -> dict[str, Any]:
-    return part.replica_state() if isinstance(part, Sharded) else part.state_dict()
+    return part.replica_state() if isinstance(part, Connected) else part.state_dict()
+
+
+class Changes:
+    """What a block of a script changes before it is complete, and the way back to its begin; see [Note: attempts].
+
+    Args:
+        parts: As for `Recovery`.
+
+    """
+
+    def __init__(self, parts: Mapping[str, Stateful]) -> None:
+        self._modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+        self._optimizers = {name: part for name, part in parts.items() if isinstance(part, Optimizer)}
+        known = self._modules.keys() | self._optimizers.keys()
+        self._others = [part for name, part in parts.items() if name not in known]
+        self._buffers = [BufferSnapshot(part) for part in self._modules.values() if not isinstance(part, Connected)]
+        self._tensors: list[Tensor] = []
+        # Whether each block begins with a copy of parameters and optimizer state; of the first block, a checksum.
+        self._copies = False
+        self._checksum: int | None = None
+        self._values: list[Tensor] | None = None
+        # Whether the gradients of a block before are needed; whether collectives were called behind the last update.
+        self._accumulates = self.has_calls = False
+
+    @contextlib.contextmanager
+    def block(self, before_step: Callable[[bool], None]) -> Iterator[None]:
+        """Watch a block; call ``before_step`` before each step of an optimizer, with whether it is the first."""
+        self._begin()
+        num_updates, num_calls_before, is_stepping = 0, num_calls(), False
+
+        def update(optimizer: Optimizer) -> None:
+            nonlocal num_updates, num_calls_before, is_stepping
+            if is_stepping:  # by means of another optimizer or of its base class, or with a closure once more
+                return before_step(False)
+            if all(optimizer is not each for each in self._optimizers.values()):
+                raise ConfigurationError(
+                    f"{type(optimizer).__name__}.step() was called in a block of lockstep.Recovery, which has no such "
+                    "part: a rank that takes the place of a lost one would begin with another state.\n"
+                    "Give the optimizer to lockstep.Recovery, by a name."
+                )
+            before_step(num_updates == 0)
+            if self._checksum is not None:  # parameters may change in forward, unnoticed by autograd
+                self._copies |= checksum(self._tensors) != self._checksum
+                self._checksum = None
+            num_updates, num_calls_before, is_stepping = num_updates + 1, num_calls(), True
+
+        def stepped(*_: Any) -> None:
+            nonlocal is_stepping
+            is_stepping = False
+
+        remove, handle = call_before_updates(update), register_optimizer_step_post_hook(stepped)
+        try:
+            yield
+        finally:
+            remove()
+            handle.remove()
+        # Those behind the last update, or all in a block without one.
+        self.has_calls = num_calls() != num_calls_before
+        self._copies |= num_updates > 1 or (num_updates > 0 and self.has_calls)
+        newest = self._newest_gradient()
+        is_new = newest is not None and newest != self._gradient
+        self._accumulates = num_updates == 0 and (self._accumulates or is_new)
+
+    def _begin(self) -> None:
+        if not self._tensors:
+            groups = [group["params"] for each in self._optimizers.values() for group in each.param_groups]
+            found = itertools.chain(*(module.parameters() for module in self._modules.values()), *groups)
+            self._tensors = list(dict.fromkeys(found))
+            self._checksum = checksum(self._tensors)
+        self._gradient = self._newest_gradient()
+        self._accumulates &= self._gradient is not None
+        self._versions = [tensor._version for tensor in self._tensors]
+        self._options = [copy.deepcopy(options_of(each.param_groups)) for each in self._optimizers.values()]
+        self._states = copy.deepcopy([part.state_dict() for part in self._others])
+        self._values = None
+        for buffers in self._buffers:
+            buffers.keep()
+        if self._copies:
+            self._values = [tensor.detach().clone() for tensor in self._tensors]
+            self._optimizer_states = copy.deepcopy([each.state_dict() for each in self._optimizers.values()])
+
+    def _newest_gradient(self) -> tuple[int, int] | None:
+        """Return what identifies the gradient of the last parameter with one, and its value."""
+        gradient = next((each.grad for each in reversed(self._tensors) if each.grad is not None), None)
+        return None if gradient is None else (id(gradient), gradient._version)
+
+    @torch.no_grad()
+    def undo(self) -> bool:
+        """Return to the begin of the block, apart from buffers; return False if there is no way back."""
+        is_changed = self._versions != [tensor._version for tensor in self._tensors]
+        if self._accumulates or (is_changed and self._values is None):
+            return False
+        if self._values is not None:
+            for tensor, value in zip(self._tensors, self._values, strict=True):
+                tensor.copy_(value)
+            for optimizer, state in zip(self._optimizers.values(), self._optimizer_states, strict=True):
+                optimizer.load_state_dict(state)
+        for optimizer, options in zip(self._optimizers.values(), self._options, strict=True):
+            for group, kept in zip(optimizer.param_groups, options, strict=True):
+                group.update(kept)
+        for buffers in self._buffers:
+            buffers.restore()
+        for part, state in zip(self._others, self._states, strict=True):
+            if isinstance(part, GradScaler) and part.is_enabled():
+                with contextlib.suppress(AssertionError):  # it was not used yet
+                    part.update(state["scale"])  # forgets that gradients were unscaled
+            part.load_state_dict(state)
+        return True
+
+    def replica(self, buffers: Buffers) -> Replica:
+        """Return what is the same on all ranks between two blocks, by name; ``buffers``: of wrapped models."""
+        found: dict[str, Tensor] = {}
+        for name, module in self._modules.items():
+            ignore = module.parameters_to_ignore if isinstance(module, DistributedDataParallel) else ()
+            kind = buffers if isinstance(module, Connected) else "own"
+            tensors = replica_of(module, buffers=kind, ignore=[f"module.{each}" for each in ignore])
+            found |= {f"{key} of {name}": value for key, value in tensors.items()}
+        for name, optimizer in self._optimizers.items():
+            tensors = replica_of(nn.Module(), optimizer, buffers="same")
+            found |= {f"{key} ({name})": value for key, value in tensors.items()}
+        return found
+
+    def refuse_unlisted(self, world: World) -> None:
+        """Refuse schedulers and the like that are no parts, and differ between ranks. Collective: every rank.
+
+        Raises:
+            ConfigurationError: There is one.
+        """
+        known = {id(part) for part in self._others} | {
+            id(each) for part in self._modules.values() for each in part.modules()
+        }
+        mine: dict[str, list[str]] = {}
+        for each in gc.get_objects():
+            if issubclass(type(each), (LRScheduler, GradScaler, AveragedModel)) and id(each) not in known:
+                mine.setdefault(type(each).__name__, []).append(_digest(each.state_dict()))
+        ranks = all_gather_object(
+            {kind: sorted(found) for kind, found in mine.items()}, group=world.group, device=world.device
+        )
+        for kind in sorted(set().union(*ranks)):
+            found = [each.get(kind, []) for each in ranks]
+            if len({len(each) for each in found}) == 1 and any(each != found[0] for each in found):
+                raise ConfigurationError(
+                    f"{kind} has another state on the rank that takes the place of a lost one: it is no part of "
+                    "lockstep.Recovery.\nGive it to lockstep.Recovery, by a name."
+                )
+
+
+def _digest(state: Any) -> str:
+    tensors: list[Tensor] = []
+
+    def take_out(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
+        return tensor.new_empty(0)
+
+    rest = map_tensors(state, take_out)
+    return f"{re.sub(' at 0x[0-9a-f]+', '', repr(rest))} {checksum(tensors)}"
 
 
 def exchange_state(

@@ -202,7 +202,7 @@ class Trainer:
                 self.optimizer.has_state = not world.is_late
             self._base_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
             self.scaler = step_parts.GradScaler() if settings.precision == "fp16" else None
-            self._alike_after: int | None = None
+            self.alike_after: int | None = None
         else:
             self.strategy.take_over(self.optimizer)
         parameters = list(self._model.parameters())
@@ -245,6 +245,11 @@ class Trainer:
             return has_all and averaging.can_reconnect
         return has_all and self.group is not None and not self.settings.overlap_optimizer
 
+    def keep(self) -> None:
+        """Keep what changes in a step before the update, apart from buffers and what `restore` knows."""
+        if self.strategy.ours is not None:
+            self.strategy.ours.keep()
+
     def restore(self) -> None:
         """Return to the begin of the step that a lost rank has interrupted."""
         if self.strategy.averaging is not None:
@@ -279,7 +284,8 @@ class Trainer:
             self._connect(world, shards, is_first=False)
         if old is not None and (new := self.strategy.ours) is not None:
             new.reducer.observers += [each for each in old.reducer.observers if isinstance(each, BucketStamps)]
-            new.load_compression_state_dict(old.compression_state_dict())
+            if old.kept is not None:
+                new.load_compression_state_dict(old.kept)
 
     def modules_to_restore(self) -> list[nn.Module]:
         """Return the modules whose buffers change in a step."""
@@ -288,11 +294,11 @@ class Trainer:
     def agreed_plan(self) -> Any:
         """Return the order of the buckets, and what else the ranks know together and a checkpoint has not."""
         ours, modes = self.strategy.ours, [module.training for module in self._model.modules()]
-        return [None if ours is None else ours.agreed_plan(), self._alike_after, self._has_counts, modes]
+        return [None if ours is None else ours.agreed_plan(), self.alike_after, self._has_counts, modes]
 
     def use_plan(self, plan: Any) -> None:
         """Use the order of the buckets of another rank. Collective: every rank."""
-        buckets, self._alike_after, self._has_counts, modes = plan
+        buckets, self.alike_after, self._has_counts, modes = plan
         for module, mode in zip(self._model.modules(), modes, strict=False):
             module.training = mode
         if self.strategy.ours is not None:
@@ -641,7 +647,7 @@ class Trainer:
     @property
     def is_check_due(self) -> bool:
         """Whether `check_replicas` is due after the last step, if the ranks have communicated in it."""
-        every, done, known = self.settings.check_replicas, self.num_steps_done, self._alike_after
+        every, done, known = self.settings.check_replicas, self.num_steps_done, self.alike_after
         # Also after the first step, so that an error can name the last step after which the replicas were equal.
         is_due = known is None or (every and done // every > known // every) or done == self.plan.num_steps
         return bool(every) and bool(is_due)
@@ -655,16 +661,16 @@ class Trainer:
             ReplicasDiffer: On every rank; names the tensor, the ranks on each side, and the last successful check.
         """
         group, done = self.group, self.num_steps_done
-        if not self.settings.check_replicas or group is None or group.size() == 1 or self._alike_after == done:
+        if not self.settings.check_replicas or group is None or group.size() == 1 or self.alike_after == done:
             return
         if isinstance(self.optimizer, ZeroRedundancyOptimizer):
             self.optimizer.wait()
         replica = self.strategy.replica(self._model, self.optimizer)
-        known = self._alike_after is not None
-        since = f"After step {self._alike_after} all were alike." if known else "There was no check before."
+        known = self.alike_after is not None
+        since = f"After step {self.alike_after} all were alike." if known else "There was no check before."
         device = next(self._model.parameters()).device
         refuse_difference(replica, group=group, device=device, now=f" (after step {done})", since=since)
-        self._alike_after = done
+        self.alike_after = done
 
     # --- around the steps ---------------------------------------------------------------------------------------------
 
@@ -714,7 +720,14 @@ class Trainer:
     def replica_state(self) -> dict[str, Any]:
         """Return what is the same on every rank: the whole state, or all but that of a sharded optimizer."""
         optimizer = None if isinstance(self.optimizer, ZeroRedundancyOptimizer) else self.optimizer
-        return self._state(optimizer) | self.strategy.replica_state(self.optimizer)
+        state = self._state(optimizer) | self.strategy.replica_state(self.optimizer)
+        if "compression" in state:  # residuals are this rank's
+            state["compression"] = {"bases": state["compression"]["bases"]}
+        return state
+
+    def load_replica_state(self, state: dict[str, Any]) -> None:
+        """Load what another rank's `replica_state` returned."""
+        self.load_state_dict(state)
 
     def _state(self, optimizer: Optimizer | None) -> dict[str, Any]:
         self.settle()

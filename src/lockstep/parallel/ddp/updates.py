@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence, Set
+from functools import partial
 from typing import Any
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -13,29 +14,40 @@ from lockstep.parallel.ddp.buckets import BucketSet
 from lockstep.parallel.ddp.weighting import Weights, all_zero
 from lockstep.telemetry.heartbeat import num_calls
 
+_functions: dict[Callable[[Optimizer], None], None] = {}
 _hooks: list[Any] = []  # of all optimizers, once in a process
 
 
-def call_before_updates(function: Callable[[Optimizer], None]) -> None:
-    """Call ``function`` before each update by an optimizer in this process: after its closure, if it is given one."""
+def call_before_updates(function: Callable[[Optimizer], None]) -> Callable[[], object]:
+    """Call ``function`` before each update by an optimizer in this process: after its closure, if it is given one.
+
+    Returns:
+        A function that ends it.
+    """
 
     @keep_out_of_graphs
     def before_update(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def call_all() -> None:
+            for each in list(_functions):
+                each(optimizer)
+
         closure = kwargs.get("closure", next(iter(args[1:]), None))
         if not callable(closure):
-            return function(optimizer)
+            return call_all()
 
         def call_closure() -> Any:
             loss = closure()
-            function(optimizer)
+            call_all()
             return loss
 
         if "closure" in kwargs:
             return args, {**kwargs, "closure": call_closure}
         return (args[0], call_closure, *args[2:]), kwargs
 
+    _functions[function] = None
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(before_update))
+    return partial(_functions.pop, function, None)
 
 
 class Updates:

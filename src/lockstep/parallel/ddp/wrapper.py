@@ -185,6 +185,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         self.flat_gradients = bucket_gradients.FlatGradients(self.reducer, self.module.parameters())
         self._monitor: bucket_gradients.LocalGradientMonitor | None = None
         self._compressed: comm_hooks.BucketReduction | None = None
+        self.kept: dict[str, dict[str, Tensor]] | None = None
         if self.compression is not None:
             self._compressed = make_reduction(self.compression, bucket_set, group)
             if group.size() > 1:
@@ -194,17 +195,37 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
 
     def reconnect(self, world: World) -> None:
         """Use the default group of ``world`` from now on, in place of one that lost a rank. Collective: every rank."""
-        observers, hooks = self.reducer.observers, self._comm_hooks
+        observers, hooks, before, kept = self.reducer.observers, self._comm_hooks, self.process_group, self.kept
+        if any(isinstance(each, bucket_gradients.BucketOptimizer) for each in observers):
+            raise ConfigurationError(
+                "A step with overlap_optimizer() cannot be done again after a rank was lost, as it may have updated "
+                "some parameters: all ranks restart.\nTo go on in place, call optimizer.step() after backward."
+            )
+        if any(state not in (None, before) for _, state in hooks):
+            raise ConfigurationError(
+                "A communication hook with a state cannot go on in place, as a rank that takes the place of a lost one "
+                "has another state: all ranks restart.\nTo go on in place, use compression=..., which keeps its state."
+            )
         self.reducer.remove_hooks()
         self.process_group = world.group
         self._connect()
+        if kept is not None:
+            self.load_compression_state_dict(kept)
         self.reducer.observers += [each for each in observers if isinstance(each, bucket_events.BucketStamps)]
         for hook, state in hooks:
+            state = None if state is None else self.process_group
             self.reducer.set_reduction(comm_hooks.CommHookReduction(self.process_group, hook, state))
 
     def modules_to_restore(self) -> list[nn.Module]:
         """Return the modules whose buffers change in a step."""
         return [self.module]
+
+    def keep(self) -> None:
+        """Keep residuals of compressed gradients for `reconnect`: they change within a step."""
+        if self.compression is not None:
+            state = self.compression_state_dict()
+            residuals = {name: residual.clone() for name, residual in state["residuals"].items()}
+            self.kept = {"residuals": residuals, "bases": state["bases"]}
 
     def restore(self) -> None:
         """Return to the begin of the step that a lost rank has interrupted."""
@@ -219,6 +240,15 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         if plan is not None:
             self.reducer.bucket_set.use_plan(plan, group=self.process_group)
 
+    def replica_state(self) -> dict[str, Any]:
+        """Return the state that is the same on all ranks: residuals of compressed gradients differ."""
+        return {"model": self.state_dict(), "bases": self.compression_state_dict()["bases"]}
+
+    def load_replica_state(self, state: dict[str, Any]) -> None:
+        """Load what another rank's `replica_state` returned."""
+        self.load_state_dict(state["model"])
+        self.load_compression_bases(state["bases"])
+
     # --- copies and pickles -------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
@@ -232,7 +262,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
     def _portable_state(self) -> dict[str, Any]:
         # Objects that `_connect` creates are not copied or pickled.
         tied = {"process_group", "reducer", "_model_sync", "_wrapped_parameters", "_sync_layers"}
-        tied |= {"flat_gradients", "_monitor", "_compressed"}
+        tied |= {"flat_gradients", "_monitor", "_compressed", "kept"}
         state = {name: value for name, value in self.__dict__.items() if name not in tied}
         return state | {"_comm_hooks": [], "_comm_hook_name": "", "_logged_error": {}}
 
@@ -471,6 +501,11 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         """
         if isinstance(self._compressed, CompressedMean):
             self._compressed.load_state_dict(states)
+
+    def load_compression_bases(self, bases: Mapping[str, Tensor]) -> None:
+        """Load PowerSGD's bases alone."""
+        if isinstance(self._compressed, CompressedMean):
+            self._compressed.load_bases(bases)
 
     def scale_compression_residuals(self, factor: float) -> None:
         """Multiply this rank's residuals by ``factor``, when the scale of gradients changes.

@@ -288,9 +288,15 @@ def load_state_dict(model: nn.Module | None, optimizer: Optimizer | None, state:
 
 
 def load_compression_state(model: DistributedDataParallel, state: Mapping[str, Any] | None) -> None:
-    """Load this rank's residuals from a run on any number of ranks; None: that run did not compress. Blocks."""
+    """Load this rank's residuals from a run on any number of ranks; None: that run did not compress. Blocks.
+
+    A state without residuals is that of another rank (`Trainer.replica_state`): this one keeps its own.
+    """
     if state is None:
         model.load_compression_state_dict()
+        return
+    if "residuals" not in state:
+        model.load_compression_bases(state["bases"])
         return
     rank, num_ranks = model.process_group.rank(), model.process_group.size()
     residuals = {}
