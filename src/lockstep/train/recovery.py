@@ -65,7 +65,7 @@ from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 from lockstep.parallel.local_sgd import LocalSGD
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
 from lockstep.parallel.zero.partition import options_of
-from lockstep.run_folder import Arrival, Generation, RecoveryReport, current_run_folder, withdraw_recovery
+from lockstep.rank_files import Arrival, Generation, RecoveryReport, launcher_folder, withdraw_recovery
 from lockstep.telemetry.heartbeat import num_calls
 from lockstep.telemetry.recorder import Place, end_recoveries, record_recovery
 from lockstep.train.skipping import BufferSnapshot
@@ -170,7 +170,7 @@ class Recovery:
         self._plans: dict[str, Any] = {}
         self._membership: Membership | None = None
         may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-        folder = current_run_folder()
+        folder = launcher_folder()
         # Only groups that `init` has made can be made again.
         is_ours = folder is not None and world.owned is not None
         if folder is not None and Membership.is_used:
@@ -354,7 +354,7 @@ class Recovery:
         why = "; ".join(dict.fromkeys(each["why"] for each in reports if each["why"]))
         report = RecoveryReport(**reports[source] | {"why": why})
         if world.local_rank == 0:  # the launcher of each machine keeps account of its ranks
-            report.write(current_run_folder())
+            report.write(launcher_folder())
         record_recovery(report, Place(world.rank, world.world_size, group), num_missed, joins=joins)
 
     def _refuse_difference(self, buffers: Buffers) -> None:
