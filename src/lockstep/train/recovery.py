@@ -149,8 +149,6 @@ class Recovery:
         **parts: Stateful,
     ) -> None:
         check_parts(parts)
-        # In `fit`, the trainer knows what a step changes.
-        self._changes = None if doing is not None else Changes(parts)
         own = [part for part in parts.values() if isinstance(part, LocalSGD)]
         # If ranks train alone between exchanges, each exchange is an attempt, and steps are not done again.
         averaging = own[0] if own else exchanging
@@ -166,9 +164,9 @@ class Recovery:
         # After the newest update: the buffers of all ranks are those of rank zero as long as none has changed.
         self._sent: list[int] | None = None
         self._recovered_at: int | None = None  # the step of the newest recovery
-        self._trains_alone = averaging is not None
         self._plans: dict[str, Any] = {}
         self._membership: Membership | None = None
+        self._changes: Changes | None = None
         may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
         folder = launcher_folder()
         # Only groups that `init` has made can be made again.
@@ -176,6 +174,8 @@ class Recovery:
         if folder is not None and Membership.is_used:
             withdraw_recovery(folder, os.getpid())  # not complete any more, but it can only be restarted
         elif may_restart and is_ours and (averaging is None or averaging.can_reconnect):
+            # In `fit`, the trainer knows what a step changes.
+            self._changes = Changes(parts) if doing is None and averaging is None else None
             self._membership = Membership(world, None if averaging is None else Arrival(0, averaging.sync_patience))
             if averaging is not None:
                 averaging.attempt, averaging.before_update = self.attempt, self.before_update
@@ -193,7 +193,7 @@ class Recovery:
         """End the recovery: a rank that is lost from now on ends the job, or restarts it."""
         if self._membership is not None:
             self._membership.close()
-            self._membership = None
+            self._membership = self._changes = None
             end_recoveries()
 
     @contextlib.contextmanager
@@ -293,7 +293,7 @@ class Recovery:
         _, self.step, num_steps, _ = rows[source]
         num_missed, activity.now.num_steps = num_steps - activity.now.num_steps, num_steps
         self._recovered_at = self.step
-        if self._changes is not None and not self._trains_alone:
+        if self._changes is not None:
             self._refuse_difference("same" if all(row[3] for row in rows if row[0]) else "healed")
             self._changes.refuse_unlisted(world)
         self._report(found, source, lacking, num_bytes, num_missed if world.rank in lacking else 0, joins=joins)
@@ -381,6 +381,8 @@ class Changes:
     Args:
         parts: As for `Recovery`.
 
+    Attributes:
+        has_calls: Whether collectives were called behind the last update of the block.
     """
 
     def __init__(self, parts: Mapping[str, Stateful]) -> None:
@@ -394,7 +396,7 @@ class Changes:
         self._copies = False
         self._checksum: int | None = None
         self._values: list[Tensor] | None = None
-        # Whether the gradients of a block before are needed; whether collectives were called behind the last update.
+        # Whether the gradients of a block before are needed.
         self._accumulates = self.has_calls = False
 
     @contextlib.contextmanager
@@ -463,8 +465,6 @@ class Changes:
     def undo(self) -> bool:
         """Return to the begin of the block, apart from buffers; return False if there is no way back."""
         is_changed = self._versions != [tensor._version for tensor in self._tensors]
-        if self._accumulates or (is_changed and self._values is None):
-            return False
         if self._values is not None:
             for tensor, value in zip(self._tensors, self._values, strict=True):
                 tensor.copy_(value)
@@ -480,7 +480,7 @@ class Changes:
                 with contextlib.suppress(AssertionError):  # it was not used yet
                     part.update(state["scale"])  # forgets that gradients were unscaled
             part.load_state_dict(state)
-        return True
+        return not self._accumulates and not (is_changed and self._values is None)
 
     def replica(self, buffers: Buffers) -> Replica:
         """Return what is the same on all ranks between two blocks, by name; ``buffers``: of wrapped models."""
