@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 from lockstep import accelerator, activity, torch_internals
+from lockstep.comm.collectives import cpu_group
+from lockstep.comm.network import cut_links
 from lockstep.comm.world import destroy_default_group, form_group
 from lockstep.env import RankEnv
 from lockstep.errors import CollectiveError
@@ -87,6 +89,17 @@ def test_ranks_do_not_hang_if_one_is_lost_while_their_devices_connect(on_sim, li
     """NCCL has no limit here: neither a newer generation nor the time would end its call."""
     expected = f"simccl: a rank was lost, or the devices have not connected within {text} s."
     assert on_sim(2)(connect_without_a_peer, limit_s) == [(expected, [2.0, 2.0])] * 2
+
+
+def cut_a_group_for_the_cpu(world):
+    made = cpu_group(world.group)
+    cut_links()
+    with pytest.raises(RuntimeError):
+        made.barrier(dist.BarrierOptions()).wait()
+
+
+def test_the_connections_of_a_group_that_serves_the_cpu_are_cut_as_well(on_sim):
+    on_sim(2)(cut_a_group_for_the_cpu)
 
 
 def leave_apart(world):

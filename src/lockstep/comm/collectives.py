@@ -80,7 +80,7 @@ def split_group(color: int, *, group: Group, device: torch.device) -> Group:
 
 
 def _noted(make: Callable[[], Any]) -> Group:
-    """Return the group that ``make`` makes for this rank, its connections noted for `cut_links`. Collective: its ranks."""
+    """Return what ``make`` makes, with its connections noted for `cut_links`. Collective: every rank of that group."""
     before, made = listening(), make()
     if "gloo" in backend_name(made):
         store = dist.PrefixStore(f"lockstep/links/{made.group_name}", torch_internals.default_store())
