@@ -19,6 +19,11 @@ from tests.distributed import commands
 SCRIPT = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
+if sys.argv[2] == "spare":
+    import lockstep
+    from lockstep.comm.generations import Membership
+    member = Membership(lockstep.init(backend="gloo"))
+    member.arrive(0)
 folder, stubborn = Path(sys.argv[1]), sys.argv[2] == "stubborn"
 if stubborn:
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -32,9 +37,11 @@ else:
     import multiprocessing.util
     multiprocessing.util.get_temp_dir()  # for sockets: pymp-...
     children = [subprocess.Popen(["sleep", "100"]).pid]
-ready = folder / f"ready-{os.environ['RANK']}"
+ready = folder / f"ready-{os.environ.get('LOCKSTEP_SPARE', os.environ['RANK'])}"
 ready.with_suffix(".new").write_text(" ".join(map(str, [os.getpid(), *children])))
 ready.with_suffix(".new").rename(ready)
+if "LOCKSTEP_SPARE" in os.environ:
+    member.rejoin()
 time.sleep(100)
 """
 
@@ -63,17 +70,17 @@ def job(tmp_path):
     """Start two ranks with children; gives the launcher and all pids once everything runs."""
     started = []
 
-    def start(kind):
+    def start(kind, *flags, names=("0", "1")):
         (tmp_path / "train.py").write_text(SCRIPT)
         # Not below tmp_path, which may be too long for the sockets that loader processes hand tensors over with.
         scratch = Path(tempfile.mkdtemp(prefix="scratch-"))
         process = commands.start(
-            "run", "--devices", "2", str(tmp_path / "train.py"), str(tmp_path), kind,
+            "run", "--devices", "2", *flags, str(tmp_path / "train.py"), str(tmp_path), kind,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             env={**os.environ, "TMPDIR": str(scratch)}, start_new_session=True,
         )  # fmt: skip
         started.append((process, scratch))
-        files = [tmp_path / f"ready-{rank}" for rank in range(2)]
+        files = [tmp_path / f"ready-{name}" for name in names]
         wait_for(lambda: all(file.exists() for file in files), 90)
         pids = {int(pid) for file in files for pid in file.read_text().split()}
         # The reaper and the fork server too.
@@ -158,8 +165,13 @@ def test_a_killed_launcher_takes_everything_along(job, kind):
     assert_nothing_left(pids, scratch)
 
 
-def test_a_launcher_that_is_killed_with_its_reaper_takes_everything_along(job):
-    process, pids, _ = job("stubborn")
+SPARE = ["--max-restarts", "1", "--spares", "1"], ["0", "1", "spare-1"]
+
+
+@pytest.mark.parametrize(("kind", "flags", "names"), [("stubborn", [], ["0", "1"]), ("spare", *SPARE)])
+def test_a_launcher_that_is_killed_with_its_reaper_takes_everything_along(job, kind, flags, names):
+    """Also a process that waits for its place, which has no limit of its own."""
+    process, pids, _ = job(kind, *flags, names=names)
     for child in psutil.Process(process.pid).children():
         if "reaper.py" in " ".join(child.cmdline()):
             child.kill()

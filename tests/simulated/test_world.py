@@ -1,14 +1,22 @@
-"""Threads that use a device, and leaving a world whose ranks end far apart."""
+"""Threads that use a device, connecting devices, and leaving a world whose ranks end far apart."""
 
+import os
 import threading
 import time
+from contextlib import ExitStack
+from datetime import timedelta
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep import accelerator, activity
+from lockstep import accelerator, activity, torch_internals
+from lockstep.comm.collectives import cpu_group
+from lockstep.comm.network import cut_links
+from lockstep.comm.world import destroy_default_group, form_group
+from lockstep.env import RankEnv
+from lockstep.errors import CollectiveError
 from lockstep.telemetry.heartbeat import recorded_call
 from lockstep.train.recovery import exchange_state
 
@@ -52,6 +60,46 @@ def read_the_record(world):
 def test_reading_the_record_of_collectives_opens_no_context_on_another_device(on_sim):
     """NCCL's record asks for the events of the collectives under way."""
     on_sim(2)(read_the_record)
+
+
+def connect_without_a_peer(world, limit_s):
+    env, (met, _) = RankEnv.from_environ(os.environ), world.owned
+    destroy_default_group(abort=True, at_exit=False)
+    began_s = time.monotonic()
+
+    def form(name, is_over):
+        with ExitStack() as stack:
+            return form_group(env, dist.PrefixStore(name, met.store), "simccl", world.device, 5.0, stack, is_over)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(torch_internals, "default_timeout", lambda _: timedelta(seconds=(limit_s or 600) - 5))
+        if world.rank == 1:
+            monkeypatch.setattr("lockstep.comm.world.start_thread", lambda *_, **__: None)
+        with pytest.raises(CollectiveError) as raised:
+            form("lost", lambda: limit_s is None and time.monotonic() > began_s + 0.5)
+    assert not dist.is_initialized()
+    found, _ = str(raised.value).split("\n")
+    tensor = torch.ones(2, device=world.device)
+    form("next", bool).allreduce([tensor]).wait()
+    return found.partition("over ")[2], tensor.tolist()
+
+
+@pytest.mark.parametrize(("limit_s", "text"), [(None, "600"), (0.5, "0.5")])
+def test_ranks_do_not_hang_if_one_is_lost_while_their_devices_connect(on_sim, limit_s, text):
+    """NCCL has no limit here: neither a newer generation nor the time would end its call."""
+    expected = f"simccl: a rank was lost, or the devices have not connected within {text} s."
+    assert on_sim(2)(connect_without_a_peer, limit_s) == [(expected, [2.0, 2.0])] * 2
+
+
+def cut_a_group_for_the_cpu(world):
+    made = cpu_group(world.group)
+    cut_links()
+    with pytest.raises(RuntimeError):
+        made.barrier(dist.BarrierOptions()).wait()
+
+
+def test_the_connections_of_a_group_that_serves_the_cpu_are_cut_as_well(on_sim):
+    on_sim(2)(cut_a_group_for_the_cpu)
 
 
 def leave_apart(world):

@@ -189,6 +189,17 @@ class SimBackend final : public c10d::Backend {
   void shutdown() override {
     ending_->begin();
   }
+  // Of the ranks whose groups exist, all must come. Nobody gets to know if one is lost; see [Note: lost peers].
+  void eagerConnectSingleDevice(at::Device) override {
+    try {
+      c10d::BarrierOptions opts;
+      opts.timeout = std::chrono::minutes(10);
+      gloo_->barrier(opts)->wait();
+    } catch (const std::exception& caught) {
+      TORCH_CHECK(is_of_lost_peer(caught.what()), caught.what());
+      ending_->wait();
+    }
+  }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override {
     return launched_;

@@ -3,10 +3,13 @@
 import os
 import resource
 import socket
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
+import torch.distributed as dist
 
-from lockstep.comm.network import allow_open_files, cut_links, gloo_cause, noting_links
+from lockstep.comm.network import allow_open_files, cut_links, gloo_cause, listening, note_links
 from lockstep.errors import ConfigurationError
 
 
@@ -52,20 +55,30 @@ def test_the_soft_limit_of_open_files_is_raised_and_a_hard_one_that_is_too_low_i
 
 
 def test_only_the_connections_of_groups_are_cut():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        before = socket.create_connection(listener.getsockname())
-        with noting_links(), socket.create_server(("127.0.0.1", 0)) as noted:
-            link = socket.create_connection(listener.getsockname())
-        ends = [listener.accept()[0] for _ in range(2)]
+    with socket.create_server(("127.0.0.1", 0)) as other, ThreadPoolExecutor(2) as pool:
+        store, before = dist.HashStore(), listening()
+        # Another thread opens these while the group is made: as a client, and as a server at all addresses.
+        client = socket.create_connection(other.getsockname())
+        with socket.create_server(("", 0)) as server:
+            served = socket.create_connection(("127.0.0.1", server.getsockname()[1]))
+            pairs = [(client, other.accept()[0]), (served, server.accept()[0])]
+            groups = [*pool.map(lambda rank: dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=20)), range(2))]
+            [*pool.map(lambda rank: note_links(before, dist.PrefixStore("links", store), rank, 2), range(2))]
+
+        def call(group):
+            with pytest.raises(RuntimeError):
+                group.barrier(dist.BarrierOptions()).wait()
+
+        groups_work = [*pool.map(lambda group: group.barrier(dist.BarrierOptions()).wait(), groups)]
+        assert len(groups_work) == 2
+        waits = pool.submit(call, groups[0])  # for the other rank, which never comes
         cut_links()
-        for each in (*ends, before, link):
-            each.settimeout(10)
-        assert link.recv(1) == b"" and ends[1].recv(1) == b"", "both ends notice it"
-        before.sendall(b"x")
-        assert ends[0].recv(1) == b"x"
-        # The next groups have other connections, whose files may have the same numbers.
-        cut_links()
-        ends[0].sendall(b"y")
-        assert before.recv(1) == b"y"
-        for each in (before, link, noted, *ends):
+        waits.result()
+        call(groups[1])
+        for ours, theirs in pairs:
+            ours.sendall(b"x")
+            assert theirs.recv(1) == b"x"
+        cut_links()  # nothing is left of the group
+        for each in (end for pair in pairs for end in pair):
+            each.sendall(b"y")
             each.close()

@@ -20,7 +20,7 @@ from torch.futures import Future
 
 from lockstep import activity, torch_internals
 from lockstep.comm.hierarchy import HierarchicalProcessGroup, start_exchange, sum_rows
-from lockstep.comm.network import gloo_cause
+from lockstep.comm.network import gloo_cause, listening, note_links
 from lockstep.comm.process import make_forks_safe
 from lockstep.comm.shm.ops import CommonMemory, Pieces
 from lockstep.comm.shm.process_group import CpuProcessGroup, ShmProcessGroup
@@ -76,9 +76,16 @@ def split_group(color: int, *, group: Group, device: torch.device) -> Group:
     """
     colors = all_gather_object(color, group=group, device=device)
     ranks = grouped(range(len(colors)), colors.__getitem__)
-    mine: Group
-    mine, _ = dist.new_subgroups_by_enumeration([ranks[each] for each in sorted(ranks)])
-    return mine
+    return _noted(lambda: dist.new_subgroups_by_enumeration([ranks[each] for each in sorted(ranks)])[0])
+
+
+def _noted(make: Callable[[], Any]) -> Group:
+    """Return what ``make`` makes, with its connections noted for `cut_links`. Collective: every rank of that group."""
+    before, made = listening(), make()
+    if "gloo" in backend_name(made):
+        store = dist.PrefixStore(f"lockstep/links/{made.group_name}", torch_internals.default_store())
+        note_links(before, store, made.rank(), made.size())
+    return made  # type: ignore[no-any-return]
 
 
 def mesh_group(device_mesh: Any, module: torch.nn.Module) -> Group:
@@ -412,9 +419,8 @@ def cpu_group(group: Group) -> Group:
     """
     if torch.device("cpu") in group._device_types:
         return group
-    made = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
-    assert isinstance(made, dist.ProcessGroup), "this rank is in it"
-    return made
+    ranks = dist.get_process_group_ranks(group)
+    return _noted(lambda: dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
 
 
 def wait_for_transfer(work: Work, group: Group) -> None:

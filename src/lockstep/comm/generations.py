@@ -12,7 +12,8 @@ belongs to the newest one that it has joined. If a newer one is posted, its grou
                                  makes the groups again                 the same
 
 What the groups served (engines, loaders) is connected to the new ones by its owner. If a process of N is lost before
-all have met, N + 1 is posted, and whoever still waits for N goes on to that. A process that is in no generation any
+all have met, N + 1 is posted, and whoever still waits for N, or connects its device, goes on to that. A connection over
+the network has a limit of its own. A process that is in no generation any
 more was replaced: it ends. So there is one rule for each moment, also for a loss during a recovery.
 
 Ranks that train alone between exchanges (local-sgd, diloco) find a generation only when they exchange. So that they
@@ -47,6 +48,8 @@ from lockstep.torch_internals import backend_of, process_groups, restart_group_n
 _PERIOD_S, _PATIENCE_S = 0.02, 30.0
 # How long the ranks of a generation, who have all met, may take to connect.
 _CONNECT_S = 15.0
+# How often a process that waits for its place says so.
+_REPORT_S = 60.0
 
 
 class Replaced(LockstepError):
@@ -152,17 +155,21 @@ class Membership:
         """Leave the groups of this generation, and make those of the newest one with its other ranks.
 
         Collective: every process of the newest generation. Blocks until all have come, at most ``limit_s``; and before,
-        without limit, until a process that waits for its place is in one.
+        as long as the launcher runs, until a process that waits for its place is in one.
 
         Raises:
             Replaced: This process is not among them.
-            CollectiveError: They did not meet in time.
+            CollectiveError: They did not meet in time, or the job has ended.
         """
         deadline = math.inf if JOINS in os.environ else time.monotonic() + limit_s
         while True:
-            found = self.await_newer(deadline - time.monotonic())
-            if found is None:
-                raise CollectiveError("No other rank took the place of the lost one in time.")
+            # The others may build, evaluate or save for long. If the launcher is killed, the kernel kills this process.
+            while (found := self.await_newer(min(deadline - time.monotonic(), _REPORT_S))) is None:
+                if not self._folder.is_dir():
+                    raise CollectiveError("The job has ended in which this process waited for its place.")
+                if time.monotonic() >= deadline:
+                    raise CollectiveError("No other rank took the place of the lost one in time.")
+                activity.log(f"rank {run_folder.own_name()} still waits for the other ranks to go on with it")
             is_member = os.getpid() in found.ranks
             if not (is_member or os.getpid() in found.waiting or JOINS in os.environ):
                 raise Replaced(f"Process {os.getpid()} was replaced: generation {found.number} goes on without it.")
@@ -219,7 +226,10 @@ class Membership:
         try:
             undo.close()
             with ExitStack() as stack:
-                group = form_group(env, store, world.wanted_backend, world.device, _CONNECT_S, stack)
+                where = env, store, world.wanted_backend, world.device
+                group = form_group(*where, _CONNECT_S, stack, lambda: self.newer() is not None)
+                if self.newer() is not None:  # `interrupt_groups` was called when it could not find this group yet
+                    raise _Superseded
                 undone = stack.pop_all()
         except (CollectiveError, dist.DistError, RuntimeError):
             # A rank was lost while they connected: its launcher posts the next generation.

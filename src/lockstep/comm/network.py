@@ -1,13 +1,14 @@
 """The network: Gloo's interface, the limit of open sockets, keepalive probes for dead links, and bytes sent."""
 
+import json
 import os
 import re
 import resource
 import socket
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -164,15 +165,34 @@ def gloo_cause(error: Exception) -> str:
 
 # --- the connections of Gloo's groups ---------------------------------------------------------------------------------
 
-_links: set[int] = set()  # inodes
+# Host and port at which Gloo listens for a group, on each of its ranks. Every connection of the group leads to one of
+# them, and no other connection does, whichever thread of this process opens it, and when.
+_links: set[tuple[str, int]] = set()
+_LISTENS = socket.SOL_SOCKET, socket.SO_ACCEPTCONN
 
 
-@contextmanager
-def noting_links() -> Iterator[None]:
-    """Note the connections that are opened inside the block as those of a group, for `cut_links`."""
-    before = {os.fstat(each.fileno()).st_ino for each in open_sockets()}
-    yield
-    _links.update({os.fstat(each.fileno()).st_ino for each in open_sockets()} - before)
+def listening() -> set[tuple[str, int]]:
+    """Return where this process listens; not at all addresses of the machine, which Gloo never does."""
+    found = {_end(each.getsockname()) for each in open_sockets() if each.getsockopt(*_LISTENS)}
+    return {each for each in found if each[0] not in ("0.0.0.0", "::")}
+
+
+def note_links(before: set[tuple[str, int]], store: Any, rank: int, size: int) -> None:
+    """Note the connections of a new group, for `cut_links`. Collective: every rank of the group.
+
+    Args:
+        before: What `listening` returned before the group was made.
+        store: Without keys of another group.
+        rank: This rank in the group.
+        size: The number of its ranks.
+    """
+    store.set(str(rank), json.dumps([*(listening() - before)]))
+    for found in store.multi_get([*map(str, range(size))]):
+        _links.update(map(_end, json.loads(found)))
+
+
+def _end(address: Sequence[Any]) -> tuple[str, int]:
+    return _plain(address[0]), address[1]
 
 
 def cut_links() -> None:
@@ -180,11 +200,12 @@ def cut_links() -> None:
 
     Gloo cannot abort: a call waits for a rank that is alive and has left the call, until its timeout.
     """
-    for each, _, _ in _open_connections():  # not its listening socket, whose shutdown would abort the process
-        if os.fstat(each.fileno()).st_ino in _links:
-            with suppress(OSError):  # the other end is gone
+    links = set(_links)
+    for each in open_sockets():
+        with suppress(OSError):  # the other end is gone; or it listens, and to shut that down would abort the process
+            if links & {_end(each.getpeername()), _end(each.getsockname())}:
                 each.shutdown(socket.SHUT_RDWR)
-    _links.clear()
+    _links.difference_update(links)
 
 
 # --- what was sent ----------------------------------------------------------------------------------------------------

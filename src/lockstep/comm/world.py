@@ -11,6 +11,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -23,17 +24,15 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore
 from torch.distributed.constants import default_pg_timeout
 
-from lockstep import activity
-from lockstep.accelerator import default_device
-from lockstep.comm import hierarchy, rendezvous
+from lockstep import activity, torch_internals
+from lockstep.accelerator import default_device, start_thread
+from lockstep.comm import hierarchy, network, rendezvous
 from lockstep.comm.collectives import backend_name
-from lockstep.comm.network import GLOO_INTERFACE, allow_open_files, gloo_interface, noting_links, set_keepalive
 from lockstep.comm.process import keep_freed_memory, make_forks_safe
 from lockstep.comm.shm.process_group import CpuProcessGroup
 from lockstep.comm.store import read_present
 from lockstep.env import Launcher, RankEnv
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError, RankFailed
-from lockstep.torch_internals import abort_process_group, default_store, default_timeout, process_groups, set_timeout
 
 
 def choose_device(env: RankEnv, wanted: str | torch.device | None) -> torch.device:
@@ -116,11 +115,11 @@ def destroy_default_group(*, abort: bool, at_exit: bool, is_cut: bool = False) -
     if (abort or at_exit) and not is_cut:
         # Leaked on purpose. Gloo cannot abort: its destructor waits for collectives in flight, up to their timeout
         # (half an hour), and would delay the end of a process whose peer is stuck.
-        for group in process_groups():
+        for group in torch_internals.process_groups():
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
     try:  # NCCL may wait for a peer that will never answer
-        activity.in_time(LEAVE_TIMEOUT_S, abort_process_group if abort else dist.destroy_process_group)
+        activity.in_time(LEAVE_TIMEOUT_S, torch_internals.abort_process_group if abort else dist.destroy_process_group)
     except TimeoutError:
         print(
             f"lockstep: the process group could not be closed within {LEAVE_TIMEOUT_S:g} s, as another rank may be "
@@ -140,7 +139,13 @@ Owned = tuple[rendezvous.Rendezvous, ExitStack]
 
 
 def form_group(
-    env: RankEnv, store: dist.Store, backend: str, device: torch.device, timeout_s: float, undo: ExitStack
+    env: RankEnv,
+    store: dist.Store,
+    backend: str,
+    device: torch.device,
+    timeout_s: float,
+    undo: ExitStack,
+    is_over: Callable[[], bool] = bool,
 ) -> dist.ProcessGroup:
     """Create the default process group of the ranks that have met in ``store``, and return it.
 
@@ -151,56 +156,62 @@ def form_group(
         store: Without keys of another group.
         backend: Its name, from `choose_backend`.
         device: Of this rank.
-        timeout_s: How long to wait for a connection.
+        timeout_s: How long to wait for a connection. On devices, a collective's limit is added to it.
         undo: Gets what to undo when the world is closed.
+        is_over: Whether the group is of no use any more: then the wait for devices ends.
 
     Raises:
         CollectiveError: The ranks cannot be connected.
     """
     one_machine = env.local_world_size == env.world_size
-    interface = gloo_interface(env.master_addr, one_machine=one_machine)
-    if interface is not None and GLOO_INTERFACE not in os.environ:  # the user's choice is never changed
-        os.environ[GLOO_INTERFACE] = interface
+    interface = network.gloo_interface(env.master_addr, one_machine=one_machine)
+    if interface is not None and network.GLOO_INTERFACE not in os.environ:  # the user's choice is never changed
+        os.environ[network.GLOO_INTERFACE] = interface
         # Only at the end of the world, since groups that are created later also need it.
-        undo.callback(os.environ.pop, GLOO_INTERFACE, None)
-    with noting_links():
-        _connect(env, PrefixStore("group", store), backend, device, timeout_s)
-    if not one_machine:
-        set_keepalive()
-    # The limit so far was for connecting; a collective may wait longer for a slow rank.
-    limit, group = default_timeout(dist.Backend(backend)), dist.group.WORLD
-    assert group is not None
-    if isinstance(group, CpuProcessGroup):
-        group._set_default_timeout(limit)  # torch's function knows its own backends only
-    elif not _keeps_timeout(backend):
-        set_timeout(limit)
-    return group
-
-
-def _connect(env: RankEnv, store: dist.Store, backend: str, device: torch.device, timeout_s: float) -> None:
-    if _keeps_timeout(backend):
-        timeout_s = default_pg_timeout.total_seconds()
-    # On several machines, shm also connects over Gloo.
-    limit_s = timeout_s / _GLOO_CONNECT_FACTOR if "gloo" in backend or backend == "shm" else timeout_s
+        undo.callback(os.environ.pop, network.GLOO_INTERFACE, None)
+    limit_s = default_pg_timeout.total_seconds() if _keeps_timeout(backend) else timeout_s
+    if "gloo" in backend or backend == "shm":  # on several machines, shm also connects over Gloo
+        limit_s /= _GLOO_CONNECT_FACTOR
+    connecting, limit = timedelta(seconds=limit_s), torch_internals.default_timeout(dist.Backend(backend))
+    before, connected = network.listening(), Future[None]()
     try:
         dist.init_process_group(
-            backend,
-            store=store,
-            rank=env.rank,
-            world_size=env.world_size,
-            timeout=timedelta(seconds=limit_s),
-            # Connects NCCL now, without the limit above, so that no collective has to guess the device. With other
-            # backends, torch would later refuse groups over Gloo, which does not support their devices.
-            device_id=device if device.type == "cuda" and "nccl" in _names(backend) else None,
+            backend, store=PrefixStore("group", store), rank=env.rank, world_size=env.world_size, timeout=connecting
         )
+        group = dist.group.WORLD
+        assert group is not None
+        if "gloo" in backend_name(group):
+            network.note_links(before, PrefixStore("links", store), env.rank, env.world_size)
+        # With other backends, torch would later refuse groups over Gloo, which does not support their devices.
+        if device.type == "cuda" and "nccl" in _names(backend):
+            group.bound_device_id = device
+        if device.type != "cpu":
+            # Devices are connected now, so that no collective has to guess them. Not in `init_process_group`, and not
+            # in this thread: NCCL knows no limit here, and until it has connected, nothing ends its call. If a rank is
+            # lost meanwhile, the thread is left behind with the group.
+            connect = partial(torch_internals.backend_of(group, device).eager_connect_single_device, device)
+            start_thread(partial(activity.settle, connected, connect), name="lockstep-connect", device=device)
+            limit_s, pause_s = timeout_s + limit.total_seconds(), rendezvous.poll_interval_s(1)
+            if not rendezvous.poll_until(lambda: connected.done() or is_over(), limit_s, pause_s) or is_over():
+                raise CollectiveError(f"a rank was lost, or the devices have not connected within {limit_s:g} s.")
+            connected.result()
     except RuntimeError as error:
+        destroy_default_group(abort=True, at_exit=False, is_cut=True)
         raise CollectiveError(
             f"Rank {env.rank} on {socket.gethostname()} found the other ranks, but could not connect to them over "
             f"{backend}: {error}\n"
             "Another rank may have ended. Otherwise the network interface is wrong: set "
-            f"{GLOO_INTERFACE} (for NCCL: NCCL_SOCKET_IFNAME) to one that reaches the other machines, and let the "
-            "firewall pass all ports between them."
+            f"{network.GLOO_INTERFACE} (for NCCL: NCCL_SOCKET_IFNAME) to one that reaches the other machines, and let "
+            "the firewall pass all ports between them."
         ) from error
+    if not one_machine:
+        network.set_keepalive()
+    # The limit so far was for connecting; a collective may wait longer for a slow rank.
+    if isinstance(group, CpuProcessGroup):
+        group._set_default_timeout(limit)  # torch's function knows its own backends only
+    elif not _keeps_timeout(backend):
+        torch_internals.set_timeout(limit)
+    return group
 
 
 def _names(backend: str) -> list[str]:
@@ -267,7 +278,7 @@ class World:
         self.group = group
         self.owned = owned
         # By the name of the group, which is the same on all its ranks; a subgroup has its own keys.
-        self._store = PrefixStore(f"lockstep/sync/{group.group_name}", default_store())
+        self._store = PrefixStore(f"lockstep/sync/{group.group_name}", torch_internals.default_store())
 
     @classmethod
     def from_group(cls, group: dist.ProcessGroup | None = None, *, device: str | torch.device | None = None) -> World:
@@ -542,7 +553,7 @@ def _allow_connections(env: RankEnv, backend: str) -> None:
     is_mesh = "gloo" in backend or (backend == "shm" and env.local_world_size < env.world_size)
     num_machines = env.world_size // env.local_world_size  # carriers connect once more, see hierarchy.py
     num_files = is_mesh * (env.world_size + num_machines) + (env.rank == 0) * env.world_size
-    allow_open_files(num_files, f"Rank {env.rank} of {env.world_size}, which is connected to all others,")
+    network.allow_open_files(num_files, f"Rank {env.rank} of {env.world_size}, which is connected to all others,")
 
 
 def _env_of(group: dist.ProcessGroup) -> RankEnv:

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import importlib.util
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import POINTER, c_char_p, c_double, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from enum import IntEnum
@@ -216,6 +217,8 @@ class Communicator:
             raise CollectiveError(f"Rank {rank} cannot join the shared segment: another process has this rank.")
         self.handle: int = handle
         self._joined = True
+        # Another thread may interrupt the group when this one leaves it. A signal handler may do so inside of a method.
+        self._lock = threading.RLock()
 
     def ensure_usable(self, operation: str) -> None:
         """Raise if the group cannot be used (any more).
@@ -315,24 +318,29 @@ class Communicator:
 
     def give_up(self, reason: LockstepError) -> None:
         """Report to the other ranks that this one will not take part any more, and why."""
-        if self._joined and self._broken is None:
-            self._broken = reason
-            # The shared memory has room for 500 bytes; the first lines name the rank and the cause.
-            self.native.lockstep_fail(self.handle, str(reason).encode()[:500])
+        with self._lock:
+            if self._joined and self._broken is None:
+                self._broken = reason
+                # The shared memory has room for 500 bytes; the first lines name the rank and the cause.
+                self.native.lockstep_fail(self.handle, str(reason).encode()[:500])
 
     def stop(self) -> None:
         """Make calls in other threads of this process return soon."""
-        if self._joined:
-            self.native.lockstep_stop(self.handle)
+        with self._lock:
+            if self._joined:
+                self.native.lockstep_stop(self.handle)
 
     def leave(self) -> None:
         """Leave the group. No thread may be in a call any more."""
-        # Not in a forked child: its copy of this object ends with the child.
-        if self._joined and os.getpid() == self._pid:
-            self._joined = False
-            self.native.lockstep_leave(self.handle)
-            # Releases the lock that shows the other ranks that this process is alive.
-            self._segment.close_file()
+        # Not in a forked child: its copy of this object ends with the child, and of the lock, which a thread may hold.
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            if self._joined:
+                self._joined = False
+                self.native.lockstep_leave(self.handle)
+                # Releases the lock that shows the other ranks that this process is alive.
+                self._segment.close_file()
 
     def _interruptions(self) -> Iterator[int]:
         """Yield 0 repeatedly, and 1 after a signal handler has raised; called while the main thread waits in C.
