@@ -525,7 +525,9 @@ def exchanged(world):
         "optimizer": {"state": {0: {"step": 3, "flag": torch.tensor([True, False])}}, "names": ("a", None)},
     }
     with mock.patch.object(recovery, "_CHUNK_BYTES", 16):
-        received, size = recovery.exchange_state(state if world.rank == 1 else {}, 1, 0, world.group, world.device)
+        received, size = recovery.exchange_state(
+            state if world.rank == 1 else {}, 1, 0, world.group, world.device, bool
+        )
     if world.rank == 1:
         return received, size
     moved = received["model"].pop("transposed")

@@ -13,7 +13,7 @@ from lockstep import activity
 from lockstep.comm import generations
 from lockstep.comm.rendezvous import JOINS, Rendezvous
 from lockstep.errors import CollectiveError
-from lockstep.run_folder import RUN_DIR, Generation
+from lockstep.rank_files import RUN_DIR, Generation
 
 
 @pytest.fixture

@@ -169,7 +169,7 @@ class Membership:
                     raise CollectiveError("The job has ended in which this process waited for its place.")
                 if time.monotonic() >= deadline:
                     raise CollectiveError("No other rank took the place of the lost one in time.")
-                activity.log(f"rank {run_folder.own_name()} still waits for the other ranks to go on with it")
+                activity.log(f"rank {rank_files.own_name()} still waits for the other ranks to go on with it")
             is_member = os.getpid() in found.ranks
             if not (is_member or os.getpid() in found.waiting or JOINS in os.environ):
                 raise Replaced(f"Process {os.getpid()} was replaced: generation {found.number} goes on without it.")

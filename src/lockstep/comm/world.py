@@ -145,7 +145,7 @@ def form_group(
     device: torch.device,
     timeout_s: float,
     undo: ExitStack,
-    is_over: Callable[[], bool] = bool,
+    is_over: Callable[[], bool] | None = None,
 ) -> dist.ProcessGroup:
     """Create the default process group of the ranks that have met in ``store``, and return it.
 
@@ -156,9 +156,10 @@ def form_group(
         store: Without keys of another group.
         backend: Its name, from `choose_backend`.
         device: Of this rank.
-        timeout_s: How long to wait for a connection. On devices, a collective's limit is added to it.
+        timeout_s: How long to wait for a connection.
         undo: Gets what to undo when the world is closed.
-        is_over: Whether the group is of no use any more: then the wait for devices ends.
+        is_over: In a recovery: whether the group is of no use any more. Then the wait for devices ends, which also has
+            a limit: ``timeout_s`` more than a collective has.
 
     Raises:
         CollectiveError: The ranks cannot be connected.
@@ -175,20 +176,25 @@ def form_group(
     connecting, limit = timedelta(seconds=limit_s), torch_internals.default_timeout(dist.Backend(backend))
     before, connected = network.listening(), Future[None]()
     try:
+        # Connects NCCL now, so that no collective has to guess the device. With other backends, torch would later
+        # refuse groups over Gloo, which does not support their devices.
+        bound = device if device.type == "cuda" and "nccl" in _names(backend) else None
         dist.init_process_group(
-            backend, store=PrefixStore("group", store), rank=env.rank, world_size=env.world_size, timeout=connecting
+            backend,
+            store=PrefixStore("group", store),
+            rank=env.rank,
+            world_size=env.world_size,
+            timeout=connecting,
+            device_id=bound if is_over is None else None,
         )
         group = dist.group.WORLD
         assert group is not None
         if "gloo" in backend_name(group):
             network.note_links(before, PrefixStore("links", store), env.rank, env.world_size)
-        # With other backends, torch would later refuse groups over Gloo, which does not support their devices.
-        if device.type == "cuda" and "nccl" in _names(backend):
-            group.bound_device_id = device
-        if device.type != "cpu":
-            # Devices are connected now, so that no collective has to guess them. Not in `init_process_group`, and not
-            # in this thread: NCCL knows no limit here, and until it has connected, nothing ends its call. If a rank is
-            # lost meanwhile, the thread is left behind with the group.
+        if is_over is not None and device.type != "cpu":
+            # Not in `init_process_group`, and not in this thread: NCCL knows no limit here, and until it has connected,
+            # nothing ends its call. If a rank is lost meanwhile, the thread is left behind with the group.
+            group.bound_device_id = bound
             connect = partial(torch_internals.backend_of(group, device).eager_connect_single_device, device)
             start_thread(partial(activity.settle, connected, connect), name="lockstep-connect", device=device)
             limit_s, pause_s = timeout_s + limit.total_seconds(), rendezvous.poll_interval_s(1)

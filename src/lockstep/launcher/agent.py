@@ -148,7 +148,11 @@ class Agent(LocalElasticAgent):
             "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
             "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
             AGENT_STORE: spec.rdzv_handler.use_agent_store,
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+            # torchrun's is 1: torch's watchdog ends a process whose peer is lost, or in mode 2 aborts its groups before
+            # the rank knows why. Ranks that can go on must abort their groups themselves; see comm/generations.py.
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get(
+                "TORCH_NCCL_ASYNC_ERROR_HANDLING", "0" if spec.max_restarts > self.num_failures else "1"
+            ),
         }
         if spec.rdzv_handler.use_agent_store:
             of_all[LAUNCHER_STORE] = f"{worker_group.master_addr}:{worker_group.master_port}"

@@ -304,6 +304,7 @@ class Recovery:
         settled = self._sent == [buffer._version for buffer in self._current_buffers()]
         mine = [self._has_state, self.step, activity.now.num_steps, settled]
         rows = all_gather_object(mine, group=world.group, device=world.device)
+        self.refuse_cut()
         most = max((step for has_state, step, *_ in rows if has_state), default=None)
         if most is None:
             raise LockstepError(
@@ -324,13 +325,12 @@ class Recovery:
             self._has_state = self._has_state and world.rank == source
             states = {name: _state_of(part) for name, part in self._parts.items()} if world.rank == source else {}
             for rank in lacking if world.rank == source else [world.rank]:
-                received, size = exchange_state(states, source, rank, world.group, world.device)
+                received, size = exchange_state(states, source, rank, world.group, world.device, self.refuse_cut)
                 num_bytes += size
                 for name in received:
                     part = self._parts[name]
                     load = part.load_replica_state if isinstance(part, Connected) else part.load_state_dict
                     load(received[name])
-            self.refuse_cut()
             self._has_state = True
         return num_bytes
 
@@ -532,11 +532,17 @@ def _digest(state: Any) -> str:
 
 
 def exchange_state(
-    state: Mapping[str, Any], source: int, to: int, group: Group, device: torch.device
+    state: Mapping[str, Any],
+    source: int,
+    to: int,
+    group: Group,
+    device: torch.device,
+    refuse_cut: Callable[[], None],
 ) -> tuple[dict[str, Any], int]:
     """Send ``state`` from rank ``source`` to rank ``to``; return it there, and nothing at the source; and its bytes.
 
     Called by these two ranks only. Blocks until complete. Tensors arrive on the device that they come from.
+    ``refuse_cut`` raises an error if what has arrived is of no use.
     """
     is_source = group.rank() == source
     tensors: list[Tensor] = []
@@ -556,8 +562,10 @@ def exchange_state(
     data = pickle.dumps((structure, [tensor.is_cpu for tensor in tensors]))
     size = torch.tensor([len(data)], device=carrier)
     _move(size, source, to, group)
+    refuse_cut()
     message = torch.frombuffer(bytearray(data if is_source else int(size)), dtype=torch.uint8).to(carrier)
     _move(message, source, to, group)
+    refuse_cut()
     received: dict[str, Any] = {}
     if not is_source:
         structure, are_on_host = pickle.loads(message.cpu().numpy().tobytes())
@@ -568,6 +576,7 @@ def exchange_state(
             _move(moved, source, to, group)
             if not is_source and moved.data_ptr() != part.data_ptr():
                 part.copy_(moved)
+    refuse_cut()
     return received, len(message) + sum(tensor.nbytes for tensor in tensors)
 
 
