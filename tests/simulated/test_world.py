@@ -156,7 +156,7 @@ def test_nobody_waits_for_the_others_once_a_rank_has_failed(on_sim, tmp_path):
 def exchange(world):
     """Send a state from rank 1 to rank 0 over a group that serves the device only, as NCCL's does."""
     state = {"weight": torch.arange(6.0, device=world.device), "step": 3} if world.rank == 1 else {}
-    received, _ = exchange_state(state, 1, 0, dist.new_group(), world.device)
+    received, _ = exchange_state(state, 1, 0, dist.new_group(), world.device, bool)
     return [(str(each.device), each.tolist()) for each in received.values() if isinstance(each, torch.Tensor)]
 
 
