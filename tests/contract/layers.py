@@ -5,8 +5,8 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 LAYERS = [
-    {"errors", "activity", "run_folder"},
-    {"env"},
+    {"errors", "activity", "rank_files"},
+    {"env", "record_files"},
     {"torch_internals"},
     {"accelerator", "containers"},
     {"comm"},

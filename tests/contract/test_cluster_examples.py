@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.errors import RESUME_EXIT_CODE
 from lockstep.launcher.cli import parse_arguments
-from lockstep.launcher.supervise import stop_timeout_s
+from lockstep.launcher.job import stop_timeout_s
 from tests.contract.tree import REPO
 
 yaml = pytest.importorskip("yaml")

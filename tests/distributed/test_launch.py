@@ -73,7 +73,7 @@ def test_an_error_of_cleaning_up_changes_nothing(monkeypatch, capfd, fails):
     def fail(*args):
         raise ValueError("planted")
 
-    monkeypatch.setattr("lockstep.launcher.supervise.process_state", fail)
+    monkeypatch.setattr("lockstep.launcher.rank_processes.process_state", fail)
     monkeypatch.setattr("lockstep.launcher.node_rendezvous.RendezvousPerRestart.shutdown", fail)
     if fails:
         with pytest.raises(RankFailed, match="Rank 0 failed: Unprintable: <exception str") as found:

@@ -13,8 +13,8 @@ import pytest
 from torch.utils.data import Dataset
 
 import lockstep
-from lockstep import run_folder
 from lockstep.errors import ConfigurationError
+from lockstep.record_files import open_locked
 from lockstep.study.report.figures import find_costs, find_window
 from lockstep.study.report.view import sentences, view_run
 from lockstep.telemetry import resources
@@ -122,12 +122,12 @@ def test_a_resumed_run_goes_on_in_its_files_and_a_fresh_one_keeps_them_aside(ran
 
 
 def test_a_folder_in_which_another_run_is_recorded_is_refused_on_all_ranks(ranks, tmp_path):
-    other = run_folder.open_locked(tmp_path / "rank-0.jsonl")
+    other = open_locked(tmp_path / "rank-0.jsonl")
     os.write(other, b"{}\n")
 
     def train(world):
         # A run with more ranks than the other one leaves nothing in its folder.
-        with mock.patch.object(run_folder.open_locked, "__kwdefaults__", {"wait_s": 0.1}):
+        with mock.patch.object(open_locked, "__kwdefaults__", {"wait_s": 0.1}):
             with pytest.raises(ConfigurationError) as error:
                 fit(world, tmp_path, steps=3)
             return str(error.value)

@@ -54,10 +54,10 @@ sys.exit(result.exit_code)
 """
 STUCK = """\
 import os, signal, time
-from lockstep.run_folder import announce_graceful_stop, current_run_folder
+from lockstep.rank_files import announce_graceful_stop, launcher_folder
 
 signal.signal(signal.SIGINT, signal.SIG_IGN)
-announce_graceful_stop(current_run_folder(), int(os.environ["RANK"]))
+announce_graceful_stop(launcher_folder(), int(os.environ["RANK"]))
 open(f"announced-{os.environ['RANK']}", "w").close()
 time.sleep(1000)
 """

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lockstep import activity
-from lockstep.run_folder import HEARTBEAT, rank_file, read_object
+from lockstep.rank_files import HEARTBEAT, rank_file, read_object
 from lockstep.telemetry import watchdog as module
 from lockstep.telemetry.heartbeat import (
     STACKS_SIGNAL,

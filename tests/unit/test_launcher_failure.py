@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from lockstep import activity, run_folder
+from lockstep import activity, rank_files
 from lockstep.comm.collectives import wait_for
 from lockstep.errors import RankFailed
 from lockstep.launcher import bootstrap
@@ -30,7 +30,7 @@ from lockstep.launcher.failure_report import (
     restart_report,
     tidy_crash,
 )
-from lockstep.run_folder import ENDED, RUN_DIR, FailureRecord
+from lockstep.rank_files import ENDED, RUN_DIR, FailureRecord
 from lockstep.telemetry.resources import Resources
 
 GONE = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
@@ -416,7 +416,7 @@ def test_a_script_for_gpus_on_a_machine_without_one(message):
 def test_the_exception_behind_an_exit_is_recorded_unless_the_program_hides_it(tmp_path, monkeypatch, shows):
     for name, value in {RUN_DIR: str(tmp_path), "RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(run_folder, "_own_name", "1")
+    monkeypatch.setattr(rank_files, "_own_name", "1")
     with pytest.raises(SystemExit) as left:  # as hydra.main does
         try:
             raise ValueError("bad label 7 in row 12")
@@ -432,7 +432,7 @@ def test_the_exception_behind_an_exit_is_recorded_unless_the_program_hides_it(tm
 
 def test_a_signal_handler_that_raises_while_a_lost_connection_is_recorded_tells_the_cause(tmp_path, monkeypatch):
     monkeypatch.setenv(RUN_DIR, str(tmp_path))
-    monkeypatch.setattr(run_folder, "_own_name", "1")
+    monkeypatch.setattr(rank_files, "_own_name", "1")
     monkeypatch.setattr(bootstrap, "_exit_codes", [])
     monkeypatch.setattr(bootstrap.atexit, "register", lambda _function: None)
     monkeypatch.setattr(bootstrap.time, "sleep", lambda _delay_s: signal.raise_signal(signal.SIGCHLD))
@@ -463,7 +463,7 @@ def test_a_signal_handler_that_raises_while_a_lost_connection_is_recorded_tells_
 @pytest.mark.parametrize("flag", ["--local_rank", "--local-rank"])
 def test_what_argparse_misses_is_in_the_report_with_the_variable_for_the_local_rank(tmp_path, monkeypatch, flag):
     monkeypatch.setenv(RUN_DIR, str(tmp_path))
-    monkeypatch.setattr(run_folder, "_own_name", "0")
+    monkeypatch.setattr(rank_files, "_own_name", "0")
     parser = argparse.ArgumentParser()
     parser.add_argument(flag, type=int, required=True)
     with pytest.raises(SystemExit) as left:

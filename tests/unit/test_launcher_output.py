@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.errors import ConfigurationError
 from lockstep.launcher.output import HOLD_S, LogDeduplicator, LogSettings, LogTail
-from lockstep.run_folder import TerminalRegion, erase_rows, rank_file
+from lockstep.rank_files import TerminalRegion, erase_rows, rank_file
 
 
 @pytest.fixture

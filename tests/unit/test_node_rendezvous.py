@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.launcher.api import LaunchConfig
 
-from lockstep import run_folder
+from lockstep import rank_files
 from lockstep.comm.store import USE_LIBUV
 from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.launcher import node_rendezvous
@@ -82,19 +82,19 @@ def test_each_round_has_a_store_of_its_own_and_one_number(together):
 
 def test_a_machine_that_was_told_to_end_takes_up_no_other_and_does_not_end_the_job(tmp_path):
     inner = Meeting(HashStore(), 0)
-    side = RendezvousPerRestart(CONFIG, inner, lambda: run_folder.is_stopped_by_signal(tmp_path))
-    run_folder.request_stop(tmp_path, run_folder.ANOTHER_MACHINE)
+    side = RendezvousPerRestart(CONFIG, inner, lambda: rank_files.is_stopped_by_signal(tmp_path))
+    rank_files.request_stop(tmp_path, rank_files.ANOTHER_MACHINE)
     assert side.num_nodes_waiting() == 1
-    run_folder.request_stop(tmp_path, "SIGTERM")
+    rank_files.request_stop(tmp_path, "SIGTERM")
     assert side.num_nodes_waiting() == 0
     assert side.shutdown()
     assert inner.calls == []
-    run_folder.announce_graceful_stop(tmp_path, 0)
-    run_folder.report_stopped(tmp_path, 0, "saved")
-    run_folder.forget_ranks(tmp_path)
+    rank_files.announce_graceful_stop(tmp_path, 0)
+    rank_files.report_stopped(tmp_path, 0, "saved")
+    rank_files.forget_ranks(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["stop"]  # for the ranks to come
-    run_folder.request_stop(tmp_path, run_folder.ANOTHER_MACHINE)
-    run_folder.forget_ranks(tmp_path)
+    rank_files.request_stop(tmp_path, rank_files.ANOTHER_MACHINE)
+    rank_files.forget_ranks(tmp_path)
     assert list(tmp_path.iterdir()) == []
     assert side.shutdown()
     assert inner.calls == ["shut down"]

@@ -5,7 +5,7 @@ import types
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousGracefulExitError
 
-from lockstep import run_folder
+from lockstep import rank_files
 from lockstep.comm.rendezvous import poll_until
 from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.launcher import quorum
@@ -120,7 +120,7 @@ class Board:
 def start(tmp_path, monkeypatch):
     """Start a machine with a rank that is ready, and a lighthouse that answers with these others; None: it does not."""
     monkeypatch.setenv("LOCKSTEP_MACHINE_TIMEOUT_S", "0.3")
-    run_folder.announce_recovery(tmp_path, 7)
+    rank_files.announce_recovery(tmp_path, 7)
     started = []
 
     def begin(others, *, joins=None, place=None):
@@ -148,9 +148,9 @@ def start(tmp_path, monkeypatch):
 
 def test_ranks_go_on_without_a_machine_that_was_lost_before_it_asked(start, tmp_path):
     machines = start([])
-    run_folder.report_broken(tmp_path, 7, 0)
+    rank_files.report_broken(tmp_path, 7, 0)
     assert poll_until(lambda: machines.poll() is not None or machines.number == 1, 20, 0.02)
-    found = run_folder.Generation.read(tmp_path)
+    found = rank_files.Generation.read(tmp_path)
     assert (found.number, found.ranks, found.world_size) == (1, {7: 0}, 1)
     assert [note.have_met for note in machines.board.notes] == [False, True]
 
@@ -159,7 +159,7 @@ def test_ranks_that_are_not_broken_wait_for_a_machine_that_has_not_asked(start, 
     machines = start([])
     assert machines.poll() is None
     assert not poll_until(lambda: machines.number >= 0, 1, 0.02)
-    assert run_folder.Generation.read(tmp_path) is None
+    assert rank_files.Generation.read(tmp_path) is None
 
 
 def test_a_machine_that_would_join_at_the_end_of_the_job_ends(start):

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 import lockstep
-from lockstep import run_folder
+from lockstep import rank_files
 from lockstep.comm import rendezvous
 from lockstep.comm.rendezvous import join_rendezvous, meet, meeting_place
 from lockstep.env import AGENT_STORE, LAUNCHER_STORE, Launcher, RankEnv
@@ -160,14 +160,14 @@ def test_a_process_that_a_rank_started_joins_as_that_rank_or_alone_only(launched
     ended = []
     launched.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=77))
     launched.setattr(os, "kill", lambda pid, _number: ended.append(pid))
-    launched.setattr(run_folder, "_own_name", "1")
-    launched.setenv(run_folder.RUN_DIR, str(tmp_path))
+    launched.setattr(rank_files, "_own_name", "1")
+    launched.setenv(rank_files.RUN_DIR, str(tmp_path))
     assert meeting_place("127.0.0.1", served, 1, 2) == ("127.0.0.1", served)
     for port, rank in ((12355, 1), (served, 0)):
         with pytest.raises(ConfigurationError, match="Run such a script with `python`, or with --devices 1"):
             meeting_place("127.0.0.1", port, rank, 2)
     assert ended == [77, 77]
-    assert "starts its own processes" in run_folder.FailureRecord.read_all(tmp_path)[1].message
+    assert "starts its own processes" in rank_files.FailureRecord.read_all(tmp_path)[1].message
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         launched.setenv(name, "1")
     assert meeting_place("localhost", 12355, 1, 2) == ("localhost", 12355)

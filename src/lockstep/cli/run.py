@@ -6,7 +6,7 @@ import signal
 import click
 
 from lockstep.launcher import fork_server
-from lockstep.run_folder import hide_secrets
+from lockstep.record_files import hide_secrets
 
 
 @click.command(

@@ -16,7 +16,7 @@ from lockstep.cli.train import settings_options
 from lockstep.env import RankEnv
 from lockstep.errors import EXIT_CODE, ConfigurationError
 from lockstep.launcher import fork_server
-from lockstep.run_folder import hide_secrets
+from lockstep.record_files import hide_secrets
 from lockstep.study.common import console, to_json
 from lockstep.study.rehearse.fault_rules import check_ranks, describe_kinds, parse
 from lockstep.telemetry.cost import Price

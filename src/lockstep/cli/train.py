@@ -14,7 +14,7 @@ from lockstep.errors import ConfigurationError
 from lockstep.launcher import fork_server
 from lockstep.launcher.bootstrap import RANK_SETUP
 from lockstep.launcher.output import LogSettings
-from lockstep.run_folder import hide_secrets
+from lockstep.record_files import hide_secrets
 from lockstep.train.settings import FitSettings, LaunchSettings, Setting, merge_settings, read_settings, settings_of
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -1,7 +1,7 @@
 """Generations: how the ranks of a job go on together after one of them was lost.
 
 [Note: generations]
-A generation is a set of processes with a number, which their launcher decides and posts in the run folder. A process
+A generation is a set of processes with a number, which their launcher decides and posts in its folder. A process
 belongs to the newest one that it has joined. If a newer one is posted, its groups are of no use any more:
 
     launcher                     a rank that is left                    a new rank, or a spare
@@ -31,7 +31,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from lockstep import activity, run_folder
+from lockstep import activity, rank_files
 from lockstep.comm.network import cut_links
 from lockstep.comm.rendezvous import JOINS, poll_interval_s, poll_until
 from lockstep.comm.shm.process_group import CpuProcessGroup
@@ -39,7 +39,7 @@ from lockstep.comm.store import open_store
 from lockstep.comm.world import BARRIER_TIMEOUT_S, World, destroy_default_group, form_group
 from lockstep.env import RankEnv, machine_timeout_s
 from lockstep.errors import CollectiveError, LockstepError
-from lockstep.run_folder import SPARE, Arrival, Generation
+from lockstep.rank_files import SPARE, Arrival, Generation
 from lockstep.torch_internals import backend_of, process_groups, restart_group_names
 
 # How often a rank looks for a new generation; and how long after an error in a collective it waits for one. The
@@ -69,7 +69,7 @@ class Membership:
     is_used = False
 
     def __init__(self, world: World, arrival: Arrival | None = None) -> None:
-        folder = run_folder.current_run_folder()
+        folder = rank_files.launcher_folder()
         assert folder is not None, "only processes of our launcher have one"
         self._world, self._folder, self._arrival = world, folder, arrival
         self.number = 0
@@ -84,12 +84,12 @@ class Membership:
     def close(self, is_complete: bool = True) -> None:
         """Stop to follow the generations; ``is_complete``: as this rank has completed its part of the job."""
         self._ends.set()
-        run_folder.withdraw_recovery(self._folder, os.getpid(), is_complete=is_complete)
+        rank_files.withdraw_recovery(self._folder, os.getpid(), is_complete=is_complete)
 
     def _announce(self, generation: int = -1) -> None:
         if self._arrival is not None:
             self._arrival = replace(self._arrival, generation=generation, time_ns=time.time_ns())
-        run_folder.announce_recovery(self._folder, os.getpid(), self._arrival)
+        rank_files.announce_recovery(self._folder, os.getpid(), self._arrival)
         self._has_announced = True
 
     def arrive(self, number: int) -> None:
@@ -127,7 +127,7 @@ class Membership:
             limit_s = max(_PATIENCE_S, 2 * machine_timeout_s())
         # A new process, or a spare, has no generation yet that could be broken.
         if self.newer() is None and (self.number > 0 or JOINS not in os.environ):
-            run_folder.report_broken(self._folder, os.getpid(), self.number)
+            rank_files.report_broken(self._folder, os.getpid(), self.number)
             if self._world.local_world_size < self._world.world_size:
                 # So that the ranks of other machines, which may wait for this one, notice it, too.
                 interrupt_groups()
@@ -234,7 +234,7 @@ class Membership:
 
 def _take_number(env: RankEnv) -> None:
     """Make the variables, files and title of this process those of its rank, which may be another one than before."""
-    before, os.environ["WORLD_SIZE"] = run_folder.own_name(), str(env.world_size)
+    before, os.environ["WORLD_SIZE"] = rank_files.own_name(), str(env.world_size)
     os.environ["LOCAL_WORLD_SIZE"] = str(env.local_world_size)
     if before == str(env.rank):
         return

@@ -22,7 +22,7 @@ from lockstep.activity import format_ranks, in_time
 from lockstep.comm.store import USE_LIBUV, listen, read_present, serve_store
 from lockstep.env import AGENT_STORE, LAUNCHER_STORE, RankEnv, is_loopback
 from lockstep.errors import ConfigurationError, LockstepError, WorldSizeMismatch
-from lockstep.run_folder import RUN_DIR, FailureRecord, own_name
+from lockstep.rank_files import RUN_DIR, FailureRecord, own_name
 
 _RETRY_S = 0.1
 

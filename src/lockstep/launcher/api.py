@@ -1,32 +1,50 @@
-"""`launch`: run a function on every device, from a plain script or a notebook."""
+"""Start ranks and wait for them: `launch` runs a function on every device, `supervise` any program.
 
+All failures become one error.
+"""
+
+import json
 import linecache
+import logging
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, cast
 
 import cloudpickle
 import psutil
 import torch
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic import rendezvous
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import determine_local_world_size
 
 from lockstep.accelerator import check_count
+from lockstep.comm.network import allow_open_files
+from lockstep.comm.store import InterNodeStore
 from lockstep.env import open_closed_streams, usable_cores
 from lockstep.errors import CollectiveError, ConfigurationError, LaunchTimeout, LockstepError, RankFailed, Stopped
+from lockstep.launcher import bootstrap, failure_report
+from lockstep.launcher.agent import Agent, StoppedWhileRestarting
+from lockstep.launcher.fork_server import server_for
+from lockstep.launcher.job import Job
 from lockstep.launcher.node_rendezvous import LOCAL_BACKEND
 from lockstep.launcher.output import LogSettings, LogTail
 from lockstep.launcher.reaper import Reaper
-from lockstep.launcher.supervise import Job, supervise
-from lockstep.run_folder import ERROR, RESULT, rank_file, rank_files
+from lockstep.rank_files import ERROR, RESULT, files_by_rank, rank_file
+from lockstep.telemetry.watchdog import Watchdog
+
+# How long ranks may wait for one that does nothing, by default.
+_PATIENCE_S = 60.0
+# For each rank the launcher has pipes for its output, a descriptor of its process, and two or three store connections.
+_FILES_PER_RANK = 8
 
 
 def launch(
@@ -92,10 +110,10 @@ def launch_with(
         timeout_s: Likewise.
         max_restarts: How often all ranks are started again after one has failed.
         num_spares: How many processes wait to take the place of a lost rank; each needs a device of its own.
-        recover: See `lockstep.launcher.supervise.Job`.
+        recover: See `lockstep.launcher.job.Job`.
         min_ranks: After a rank was killed, go on with one fewer, but no fewer than this; as many as before if ``None``.
         logs: Settings for the ranks' output.
-        watchdog_s: How long ranks may wait for each other; see `lockstep.launcher.supervise.Job`.
+        watchdog_s: How long ranks may wait for each other; see `lockstep.launcher.job.Job`.
         watchdog_action: The watchdog's action after that time.
 
     Raises:
@@ -147,6 +165,106 @@ def launch_with(
     # Everything is cleaned up: now the signal has its normal effect on this process.
     signal.raise_signal(stopped_by)
     raise KeyboardInterrupt if stopped_by == signal.SIGINT else Stopped("The ranks were stopped.", signal=stopped_by)
+
+
+def supervise(
+    job: Job, config: LaunchConfig, mode: str, target: str, args: Sequence[str] = (), python: str = sys.executable
+) -> None:
+    """Start the ranks of this machine and wait until all have ended without errors.
+
+    Blocks as long as they run. Restores signal handlers and logging.
+
+    Args:
+        job: What to do with the ranks.
+        config: Of torch elastic: the number of ranks, and the rendezvous of the machines.
+        mode: What each rank runs: ``script``, ``module``, ``command`` (any executable) or ``call`` (a pickled
+            function).
+        target: The path, the name, or for a call the folder with the function.
+        args: Its ``sys.argv[1:]``.
+        python: The interpreter of the ranks.
+
+    Raises:
+        JobHangs: Ranks waited for each other for too long.
+        RankFailed: A rank failed; the message has the first one's traceback.
+        LockstepError: The rendezvous of the job's machines failed.
+        Stopped: This process was requested to end, and has ended the ranks, or all of them have stopped gracefully.
+    """
+    allow_open_files(_FILES_PER_RANK * config.nproc_per_node, f"The launcher of {config.nproc_per_node} ranks")
+    patience_s = _PATIENCE_S if job.watchdog_s is None else job.watchdog_s
+    # For the ranks' titles. A call has the name of the program that made it, or of the file that its command names.
+    files = [word for word in sys.argv if word.endswith(".py")] if mode == "call" else [target]
+    orders = {
+        "program": os.path.basename((files or ["launch"])[-1]),
+        "launcher_pid": os.getpid(),
+        "run_dir": str(job.folder),
+        "mode": mode,
+        "watchdog_s": patience_s,
+        "has_pipes": job.log_tail is not None,
+    }
+    command = (python, "-u", bootstrap.__file__, json.dumps(orders), target, *args)
+    job.is_command = mode != "call"
+    job.ranks = range(config.nproc_per_node)
+    # With other backends, there is no store of torch's that all launchers can reach.
+    if config.max_nodes > 1 and config.rdzv_backend in ("static", "c10d", "etcd-v2"):
+        job.store = InterNodeStore(config.rdzv_endpoint, config.run_id)
+    is_strict = job.watchdog_action == "end" or (job.watchdog_s is not None and job.watchdog_action is None)
+    watchdog = Watchdog(job.folder, patience_s, is_strict, config.max_nodes, job.store, job.resources, job.on_hang)
+    with job.handling_signals(config.signals_to_handle):
+        try:
+            with server_for(mode, target, config.nproc_per_node) as job.server, elastic_quiet(), watchdog:
+                # Kept to the end of this function: it has the store, in which `job_error` meets the other launchers.
+                agent = Agent(job, config, command)
+                failures = agent.run().failures
+        except SignalException as error:
+            # If a signal arrived while the ranks stopped for another machine, they have already stopped and saved.
+            stopped = job.stopped({0}) if isinstance(error, StoppedWhileRestarting) else None
+            name = "Ctrl-C" if error.sigval == signal.SIGINT else error.sigval.name
+            raise stopped or Stopped(f"Stopped by {name}; all ranks have ended.", signal=error.sigval) from None
+        except (RuntimeError, OSError, ValueError, rendezvous.RendezvousError) as error:
+            raise _not_met(error, config) from error
+    # Ranks that stop gracefully exit with a special code, which is not a failure; ranks that hung were killed.
+    stopped = None if job.hang else job.stopped({failure.exitcode for failure in failures.values()} or {0})
+    if stopped is not None:
+        raise stopped
+    if failures:
+        counts = {"num_nodes": config.max_nodes, "num_replaced": job.num_replaced}
+        raise failure_report.job_error(job.exits(failures), job.ranks, hang=job.hang, store=job.store, **counts)
+
+
+def _not_met(error: Exception, config: LaunchConfig) -> LockstepError:
+    reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+    if config.max_nodes == 1:
+        return LockstepError(f"The ranks could not be started: {reason}.")
+    if isinstance(error, rendezvous.RendezvousClosedError):
+        return LockstepError(
+            f"The job at {config.rdzv_endpoint} has ended and accepts no more machines.\n"
+            "To start a new job, start the command on all machines."
+        )
+    if isinstance(error, rendezvous.RendezvousTimeoutError):
+        reason = "fewer machines than --nnodes joined in time"
+    place = "each with its own --node-rank" if config.rdzv_backend == "static" else "with the same --rdzv-id"
+    return LockstepError(
+        f"The machines of the job did not meet at {config.rdzv_endpoint}: {reason}.\n"
+        f"This is {socket.gethostname()}. Start the same command on all {config.max_nodes} machines, {place}, and "
+        "check that they reach that address, that its job has not ended, and that the port is free on the first of "
+        "them."
+    )
+
+
+def elastic_quiet() -> ExitStack:
+    """Suppress the agent's warnings, until the end of its block, unless the user enabled its log.
+
+    Our report replaces them.
+    """
+    prefixes = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.run")
+    names = [name for name in list(logging.Logger.manager.loggerDict) if name.startswith(prefixes)]
+    is_quiet = "LOGLEVEL" not in os.environ and "TORCH_LOGS" not in os.environ
+    stack = ExitStack()
+    # The last logger is created later, with its own level; so loggers are disabled, instead of setting a level.
+    for logger in map(logging.getLogger, (*names, "torchelastic-events-null") if is_quiet else ()):
+        logger.disabled = True
+        stack.callback(setattr, logger, "disabled", False)
+    return stack
 
 
 @contextmanager
@@ -229,8 +347,8 @@ def threads_for(num_ranks: int) -> int:
     return max(1, num_cores() // num_ranks)
 
 
-# Sending the call to the ranks and the results back, as files in the run's folder. `run_call` in bootstrap.py is the
-# ranks' side.
+# Sending the call to the ranks and the results back, as files in the launcher's folder. `run_call` in bootstrap.py is
+# the ranks' side.
 
 
 def _send_call(run_dir: Path, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -249,7 +367,7 @@ def _send_call(run_dir: Path, fn: Callable[..., Any], args: tuple[Any, ...]) -> 
 
 
 def _results(run_dir: Path) -> list[Any]:
-    return [cloudpickle.loads(file.read_bytes()) for _, file in sorted(rank_files(run_dir, RESULT).items())]
+    return [cloudpickle.loads(file.read_bytes()) for _, file in sorted(files_by_rank(run_dir, RESULT).items())]
 
 
 def _exception_of(run_dir: Path, rank: int | None) -> BaseException | None:

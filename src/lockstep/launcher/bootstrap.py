@@ -29,7 +29,7 @@ from typing import NoReturn
 from lockstep import activity
 from lockstep.comm.shm import register_when_needed
 from lockstep.errors import RESUME_EXIT_CODE, LockstepError, is_of_signal_handler
-from lockstep.run_folder import CRASH, ERROR, RESULT, RUN_DIR, SPARE, FailureRecord, keep_name, own_name, rank_file
+from lockstep.rank_files import CRASH, ERROR, RESULT, RUN_DIR, SPARE, FailureRecord, keep_name, own_name, rank_file
 from lockstep.telemetry.heartbeat import Heartbeat, has_joined
 
 # The environment variable with the functions that each rank calls before the program: a JSON list of
@@ -45,7 +45,7 @@ _F_SETSIG = 10
 
 
 def main(argv: list[str]) -> None:
-    """Follow the orders in ``argv[1]``: a JSON object, written by supervise.py."""
+    """Follow the orders in ``argv[1]``: a JSON object, written by `supervise`."""
     orders = json.loads(argv[1])
     mode, target, args, run_dir = orders["mode"], argv[2], argv[3:], orders["run_dir"]
     end_with_launcher(run_dir, orders["launcher_pid"])
@@ -164,7 +164,7 @@ def redirect_output(run_dir: str) -> None:
 
 
 def keep_sockets_in(run_dir: str) -> None:
-    """Make `multiprocessing` create its folder for sockets, ``pymp-...``, in the run's folder, which is removed later.
+    """Make `multiprocessing` create its folder for sockets, ``pymp-...``, in the launcher's, which is removed later.
 
     In the folder for temporary files, a killed rank would leave it behind. If that folder has a long name, loader
     processes could not bind their sockets, whose names are at most 107 bytes long.
@@ -311,7 +311,7 @@ def _end_after(error: BaseException) -> NoReturn:
 
 
 def record_end(error: BaseException | None, *, is_failure: bool = True) -> None:
-    """Write where the program ended, and by which exception, into the run's folder, for the launcher's report."""
+    """Write where the program ended, and by which exception, into the launcher's folder, for its report."""
     usage = None
     if isinstance(error, SystemExit) and error.code != RESUME_EXIT_CODE:
         # argparse has printed why it does not accept the arguments.

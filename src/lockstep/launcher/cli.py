@@ -20,14 +20,14 @@ from torch.distributed.run import config_from_args, get_args_parser
 from lockstep import torch_internals
 from lockstep.activity import log
 from lockstep.errors import ConfigurationError
-from lockstep.launcher.api import choose_num_ranks, environment_restored, num_cores, threads_for
+from lockstep.launcher.api import choose_num_ranks, environment_restored, num_cores, supervise, threads_for
 from lockstep.launcher.bootstrap import RANK_SETUP
+from lockstep.launcher.job import Job
 from lockstep.launcher.node_rendezvous import choose_interfaces, choose_rendezvous, max_nodes, wait_for_host
 from lockstep.launcher.output import LEVELS, LogSettings, LogTail
 from lockstep.launcher.quorum import check_lighthouse
 from lockstep.launcher.reaper import Reaper
-from lockstep.launcher.supervise import Job, supervise
-from lockstep.run_folder import ENDED, FailureRecord
+from lockstep.rank_files import ENDED, FailureRecord
 from lockstep.telemetry.record import RANK_FILES
 
 # What `lockstep train` takes from a file: a Task, or a function that returns one.

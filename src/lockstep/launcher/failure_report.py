@@ -17,7 +17,7 @@ from lockstep.activity import format_ranks
 from lockstep.comm.rendezvous import poll_until
 from lockstep.comm.store import InterNodeStore
 from lockstep.errors import OF_COLLECTIVES, JobHangs, LockstepError, RankFailed, tells_of_others
-from lockstep.run_folder import CRASH, ENDED, HEARTBEAT, FailureRecord, rank_file, read_object
+from lockstep.rank_files import CRASH, ENDED, HEARTBEAT, FailureRecord, rank_file, read_object
 from lockstep.telemetry.heartbeat import read_step_counter
 from lockstep.telemetry.rank_state import user_frame
 from lockstep.telemetry.resources import Resources, says_out_of_memory
@@ -64,16 +64,16 @@ def job_error(
     """Return the error to raise after ranks have failed. With several machines, waits some seconds for the others.
 
     [Note: the way of an exception]
-    1. In the rank, `record_end` of bootstrap.py writes the exception into the run's folder as soon as it leaves the
-       program (or the block of `lockstep.init`), before exit handlers run and before peers notice. A fatal signal
+    1. In the rank, `record_end` of bootstrap.py writes the exception into the launcher's folder as soon as it leaves
+       the program (or the block of `lockstep.init`), before exit handlers run and before peers notice. A fatal signal
        leaves the Python stack in a file there (faulthandler). A rank that is killed leaves its last heartbeat and the
        step that it was in.
-    2. torch elastic's agent (supervise.py) detects that a process has ended, and stops the others. It records which
+    2. torch elastic's agent (agent.py) detects that a process has ended, and stops the others. It records which
        ones it stopped, and when each process ended.
     3. `rank_exits` collects how each rank ended; `first_failure` decides which of them is the cause.
     4. If there are several machines, the launchers agree on the cause before they leave (`find_cause`).
     5. `failure_report` writes the message: the cause on its first line, its location, its traceback, a hint, and a line
-       for each of the other ranks. supervise.py raises it.
+       for each of the other ranks. `supervise` raises it.
 
     Args:
         exits: The ranks of this machine that failed or were stopped.
@@ -115,7 +115,7 @@ def rank_exits(
         failures: torch elastic's records, by rank.
         stopped_at_ns: When the launcher began to stop each process that still ran.
         ended_at_ns: When each process ended.
-        folder: Of the run.
+        folder: The launcher's.
         resources: The memory that ranks used.
     """
     # A rank that caught the exception which ended `lockstep.init` has both, and the others waited for it.

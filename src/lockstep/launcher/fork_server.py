@@ -191,7 +191,7 @@ def server_for(mode: str, target: str, num_ranks: int) -> Iterator[ForkServer | 
     """Yield a server that forks ranks, which ends with the block; ``None`` if they must be new interpreters.
 
     Args:
-        mode: What they run; see `lockstep.launcher.supervise.supervise`.
+        mode: What they run; see `lockstep.launcher.api.supervise`.
         target: Likewise.
         num_ranks: The number of ranks. For a single rank, starting a new interpreter as the server is not worth it.
     """

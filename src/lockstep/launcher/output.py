@@ -17,7 +17,8 @@ from pathlib import Path
 
 from lockstep.activity import format_ranks
 from lockstep.errors import ConfigurationError
-from lockstep.run_folder import TERMINAL, TerminalRegion, erase_rows, open_locked, rank_file
+from lockstep.rank_files import TERMINAL, TerminalRegion, erase_rows, rank_file
+from lockstep.record_files import open_locked
 
 STREAMS = ("stdout", "stderr")
 

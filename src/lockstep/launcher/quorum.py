@@ -42,7 +42,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousGracefulExitError
 
-from lockstep import run_folder
+from lockstep import rank_files
 from lockstep.activity import format_ranks, log
 from lockstep.comm.rendezvous import poll_until
 from lockstep.comm.store import InterNodeStore, start_store_server
@@ -191,7 +191,7 @@ class Machines:
     """This machine as a member of the quorum of the job; see [Note: machines].
 
     Args:
-        folder: Of the run.
+        folder: The launcher's.
         pids: The processes of the ranks of this machine, in their order.
         board: The store in which the machines met.
         address: At which others reach this machine.
@@ -308,7 +308,7 @@ class Machines:
     @property
     def _is_broken(self) -> bool:
         """Whether the ranks of this machine need a next generation."""
-        return bool(self._why) or run_folder.broken_generation(self.folder) == max(self.number, 0)
+        return bool(self._why) or rank_files.broken_generation(self.folder) == max(self.number, 0)
 
     @property
     def _is_silent(self) -> bool:
@@ -327,7 +327,7 @@ class Machines:
 
     def _is_ready(self) -> bool:
         """Return whether all ranks of this machine can go on in place."""
-        return run_folder.recovering_processes(self.folder) >= {*self.pids}
+        return rank_files.recovering_processes(self.folder) >= {*self.pids}
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 
@@ -457,7 +457,7 @@ class Machines:
         world_size += len(members) < self.min_machines
         ranks = {pid: first + local for local, pid in enumerate(self.pids)}
         where = index, len(members), (host, int(port))
-        run_folder.Generation(self.number, ranks, world_size, *where, lost_at_ns, self._why).post(self.folder)
+        rank_files.Generation(self.number, ranks, world_size, *where, lost_at_ns, self._why).post(self.folder)
 
 
 def _report(before: dict[str, Member], members: list[Member], min_machines: int) -> None:

@@ -26,7 +26,7 @@ _KILL, _RELEASE = b"k", b"r"
 
 _EXIT_S = 10.0
 _NUM_SWEEPS = 5
-# Longest path of the temporary folder: then sockets in a run's folder have paths below 104 bytes, allowed everywhere.
+# Longest path of the temporary folder: then sockets in the launcher's have paths below 104 bytes, allowed everywhere.
 _LONGEST_FOLDER = 60
 
 

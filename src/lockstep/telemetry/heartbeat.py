@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import activity
-from lockstep.run_folder import HEARTBEAT, STACKS, STEP, rank_file, rename_rank, replace_file
+from lockstep.rank_files import HEARTBEAT, STACKS, STEP, rank_file, rename_rank, replace_file
 from lockstep.telemetry.rank_state import format_bytes, process_state
 
 # The signal at which a rank writes its stacks; programs may use SIGUSR1 and SIGUSR2.
@@ -75,7 +75,7 @@ class Heartbeat:
     """Writes what the main thread does into ``run_dir/heartbeat-RANK``.
 
     Args:
-        run_dir: The run's folder.
+        run_dir: The launcher's folder.
         rank: Of this process; or the name of a spare.
         patience_s: After how long the launcher asks what the rank waits for; zero: nobody reads the heartbeats.
         num_peers: The number of processes that are to train together; rank zero says if they do not.

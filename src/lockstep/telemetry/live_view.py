@@ -15,7 +15,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from lockstep.run_folder import TERMINAL, TerminalRegion, current_run_folder, erase_rows
+from lockstep.rank_files import TERMINAL, TerminalRegion, erase_rows, launcher_folder
 from lockstep.telemetry.figures import RankFigures, Snapshot, shares
 from lockstep.telemetry.rank_state import format_bytes
 from lockstep.telemetry.record import Event
@@ -263,7 +263,7 @@ class LauncherTerminal:
     """The terminal of the launcher of this rank, which also prints there; see `TerminalRegion`.
 
     Args:
-        folder: The run folder of the launcher.
+        folder: The launcher's folder.
         terminal: The path of the terminal.
     """
 
@@ -299,7 +299,7 @@ class LauncherTerminal:
 
 def open_terminal() -> OwnTerminal | LauncherTerminal | None:
     """Return where a live view can be drawn; None without a terminal or notebook."""
-    folder, terminal = current_run_folder(), os.environ.get(TERMINAL)
+    folder, terminal = launcher_folder(), os.environ.get(TERMINAL)
     if folder is not None:
         with suppress(OSError):  # the terminal is closed, or belongs to another user
             return None if terminal is None else LauncherTerminal(folder, terminal)

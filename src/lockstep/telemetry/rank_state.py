@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.activity import CLOSE, DEVICE
-from lockstep.run_folder import Progress
+from lockstep.rank_files import Progress
 
 # --- activity of a rank whose main thread stays at one place ----------------------------------------------------------
 

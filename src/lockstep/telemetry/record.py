@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from lockstep.activity import log, one_line
 from lockstep.errors import ConfigurationError
-from lockstep.run_folder import hide_secrets, open_record
+from lockstep.record_files import hide_secrets, open_record
 from lockstep.telemetry.step_times import PHASES, Mark, StepMarks, StepTimes, combine, mean_of_known, seconds_between
 
 # A line of the file, or an entry of ``run.json``.

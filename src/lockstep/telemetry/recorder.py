@@ -35,7 +35,8 @@ from lockstep.comm.collectives import Group, all_gather_object, device_for, is_i
 from lockstep.comm.rendezvous import JOINS
 from lockstep.comm.store import StatusKeys
 from lockstep.errors import ConfigurationError
-from lockstep.run_folder import RecoveryReport, keep_rest_aside, read_object, replace_file
+from lockstep.rank_files import RecoveryReport, read_object, replace_file
+from lockstep.record_files import keep_rest_aside
 from lockstep.telemetry import ranges, record
 from lockstep.telemetry.figures import RANK_METRICS, RankFigures, Snapshot, with_waits
 from lockstep.telemetry.record import Downsampler, Event, Line, StepLine, Timeline, guarded, num_restarts

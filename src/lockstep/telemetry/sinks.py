@@ -18,7 +18,7 @@ from typing import Any, final
 
 from lockstep.activity import in_time, one_line
 from lockstep.errors import ConfigurationError
-from lockstep.run_folder import read_object, replace_file
+from lockstep.rank_files import read_object, replace_file
 from lockstep.telemetry import figures
 from lockstep.telemetry.figures import Snapshot
 from lockstep.telemetry.record import Event, config_of, guarded, how_called

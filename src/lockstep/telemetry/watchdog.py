@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from lockstep.activity import DEVICE, REJOIN, format_ranks
 from lockstep.comm.rendezvous import poll_until
 from lockstep.comm.store import InterNodeStore
-from lockstep.run_folder import HEARTBEAT, STACKS, rank_file, rank_files, read_object
+from lockstep.rank_files import HEARTBEAT, STACKS, files_by_rank, rank_file, read_object
 from lockstep.telemetry import rank_state
 from lockstep.telemetry.heartbeat import STACKS_SIGNAL
 from lockstep.telemetry.rank_state import COMPUTES, DEBUGGED, ENDED, STOPPED, WAKES_UP, RankState
@@ -451,7 +451,7 @@ class Watchdog:
     def _read_ranks(self) -> list[RankState]:
         """Return the state of each rank of this machine."""
         found = []
-        for rank, path in sorted(rank_files(self.run_dir, HEARTBEAT).items()):
+        for rank, path in sorted(files_by_rank(self.run_dir, HEARTBEAT).items()):
             if not (heartbeat := read_object(path)):
                 return []  # This rank may be the one that the others wait for; its next heartbeat comes soon.
             self.resources.devices[rank] = heartbeat["devices"]

@@ -46,7 +46,7 @@ from lockstep.data.stream import Stateful
 from lockstep.errors import CollectiveError, ConfigurationError, tells_of_others
 from lockstep.parallel.local_sgd import LocalSGD
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
-from lockstep.run_folder import Arrival, Generation, RecoveryReport, current_run_folder, withdraw_recovery
+from lockstep.rank_files import Arrival, Generation, RecoveryReport, launcher_folder, withdraw_recovery
 from lockstep.telemetry.recorder import Place, end_recoveries, record_recovery
 from lockstep.train.skipping import BufferSnapshot
 
@@ -146,7 +146,7 @@ class Recovery:
         self._plans: dict[str, Any] = {}
         self._membership: Membership | None = None
         may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-        folder = current_run_folder()
+        folder = launcher_folder()
         # Only groups that `init` has made can be made again.
         is_ours = folder is not None and world.owned is not None
         if folder is not None and Membership.is_used:
@@ -283,7 +283,7 @@ class Recovery:
         report = RecoveryReport(found.number, text, num_bytes, found.why, lost_at_s, seconds)
         reports = all_gather_object(asdict(report), group=group, device=world.device)
         if world.rank == source:
-            report.write(current_run_folder())
+            report.write(launcher_folder())
         # Only the launcher of the machine of a lost rank knows why.
         why = "; ".join(dict.fromkeys(each["why"] for each in reports if each["why"]))
         report = RecoveryReport(**reports[source] | {"why": why})

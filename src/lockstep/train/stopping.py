@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from lockstep import run_folder
+from lockstep import rank_files
 from lockstep.errors import RESUME_EXIT_CODE, exit_code_after
 
 # Maximum delay between a signal and the launcher's request.
@@ -34,7 +34,7 @@ class StopSignals:
     ignore Ctrl-C.
 
     [Note: signals in a rank]
-    Our launcher turns a signal into a request in a file (`lockstep.run_folder`). So a signal that a rank gets itself
+    Our launcher turns a signal into a request in a file (`lockstep.rank_files`). So a signal that a rank gets itself
     can mean two things. Either the signal was sent to all processes, as SLURM does: then there is a request, or will be
     soon. Or the launcher ends this rank, because another one failed or the time is up: then the rank has to end at
     once, even while it waits in native code, where Python runs no handlers. So a thread checks each signal, which the
@@ -51,7 +51,7 @@ class StopSignals:
     def __init__(self, *, saves: bool, rank: int) -> None:
         self._saves, self._rank = saves, rank
         self.num_steps_done: Callable[[], int] = int  # which returns 0
-        self._run_dir = run_folder.current_run_folder()
+        self._run_dir = rank_files.launcher_folder()
         self._received: signal.Signals | None = None
         self._before: dict[int, Any] = {}
         self._wakeup: socket.socket | None = None
@@ -65,20 +65,20 @@ class StopSignals:
     def asked(self) -> str | None:
         """Return the name of the signal that requests the run to stop, or None."""
         if self._run_dir is not None:
-            return run_folder.stop_reason(self._run_dir)
+            return rank_files.stop_reason(self._run_dir)
         return None if self._received is None else self._received.name
 
     def report(self, text: str) -> None:
         """Report to the launcher, if there is one, that this rank has stopped gracefully."""
         if self._run_dir is not None:
-            run_folder.report_stopped(self._run_dir, run_folder.own_name(), text)
+            rank_files.report_stopped(self._run_dir, rank_files.own_name(), text)
 
     def __enter__(self) -> StopSignals:
         global _active
         handles = self._saves or self._rank == 0
         if handles and _active is None and threading.current_thread() is threading.main_thread():
             _active = self
-            for number in run_folder.STOP_SIGNALS:
+            for number in rank_files.STOP_SIGNALS:
                 # Without anything to save, Ctrl-C stays a KeyboardInterrupt.
                 if (handler := signal.getsignal(number)) in _DEFAULTS and (self._saves or number != signal.SIGINT):
                     self._before[number] = handler
@@ -86,13 +86,13 @@ class StopSignals:
             if self._run_dir is not None or not self._saves:
                 self._listen()
         if self._run_dir is not None and self._saves:
-            run_folder.announce_graceful_stop(self._run_dir, run_folder.own_name())
+            rank_files.announce_graceful_stop(self._run_dir, rank_files.own_name())
         return self
 
     def __exit__(self, *_: object) -> None:
         global _active
         if self._run_dir is not None and self._saves:
-            run_folder.withdraw_graceful_stop(self._run_dir, run_folder.own_name())
+            rank_files.withdraw_graceful_stop(self._run_dir, rank_files.own_name())
         if _active is self:
             _active = None
             if self._wakeup is not None:
@@ -107,7 +107,7 @@ class StopSignals:
         if number == signal.SIGINT:
             if self._received is signal.SIGINT:
                 raise KeyboardInterrupt
-            os.write(2, run_folder.FIRST_CTRL_C_MESSAGE)
+            os.write(2, rank_files.FIRST_CTRL_C_MESSAGE)
         self._received = signal.Signals(number)
 
     def _listen(self) -> None:
@@ -137,10 +137,10 @@ def exit_code_of(stopped: str | None, *, has_launcher: bool) -> int:
 
     It is 0 if our launcher requested the stop, which would treat any other exit code as a failure.
     """
-    folder = run_folder.current_run_folder() if has_launcher else None
-    if stopped is None or (folder is not None and run_folder.stop_reason(folder) is not None):
+    folder = rank_files.launcher_folder() if has_launcher else None
+    if stopped is None or (folder is not None and rank_files.stop_reason(folder) is not None):
         return 0
-    if stopped == run_folder.ANOTHER_MACHINE:  # which waits to join; our launcher starts this process again
+    if stopped == rank_files.ANOTHER_MACHINE:  # which waits to join; our launcher starts this process again
         return RESUME_EXIT_CODE
     return exit_code_after(signal.Signals[stopped], saved=True)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lockstep.errors import ConfigurationError
-from lockstep.run_folder import read_object
+from lockstep.rank_files import read_object
 
 # Keys of a number with a fraction; a kind has at most one of them.
 _UNITS = ("ms", "seconds", "mbit")

@@ -1,19 +1,15 @@
-"""The files by which a launcher and its ranks communicate, in the folder of the run. Standard library only.
+"""The files by which a launcher and its ranks communicate, in the launcher's folder. Standard library only.
 
 Each kind of file has one writer and may be read at any moment, so every file is written under another name and then
 renamed, or written in one piece. The folder is removed after the run: nothing in it is a record.
 """
 
 import contextlib
-import errno
 import fcntl
 import itertools
 import json
 import os
-import re
-import shlex
 import signal
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -31,8 +27,8 @@ FAILURE, ENDED, CRASH = "failure", "ended", "crash"
 RESULT, ERROR = "result", "error"
 
 
-def current_run_folder() -> Path | None:
-    """Return the folder of the run that this process is a rank of; ``None`` if no launcher of ours started it."""
+def launcher_folder() -> Path | None:
+    """Return the folder of this rank's launcher; ``None`` if no launcher of ours started this process."""
     return Path(name) if (name := os.environ.get(RUN_DIR)) is not None and os.path.isdir(name) else None
 
 
@@ -41,7 +37,7 @@ def rank_file(folder: str | os.PathLike[str], kind: str, rank: int | str) -> Pat
     return Path(folder) / f"{kind}-{rank}"
 
 
-def rank_files(folder: Path, kind: str) -> dict[int, Path]:
+def files_by_rank(folder: Path, kind: str) -> dict[int, Path]:
     """Return the existing files of a kind, by rank; not those that are being written."""
     named = {path.name.partition("-")[2]: path for path in folder.glob(f"{kind}-*")}
     return {int(number): path for number, path in named.items() if number.isdigit()}
@@ -136,7 +132,7 @@ class FailureRecord(Progress):
     @classmethod
     def read_all(cls, folder: Path, kind: str = FAILURE) -> "dict[int, FailureRecord]":
         """Return the records of the ranks that failed, or of kind `ENDED`."""
-        found = {rank: read_object(path) for rank, path in rank_files(folder, kind).items()}
+        found = {rank: read_object(path) for rank, path in files_by_rank(folder, kind).items()}
         return {rank: cls(**content) for rank, content in found.items() if content}
 
 
@@ -170,7 +166,7 @@ def withdraw_graceful_stop(folder: Path, rank: int | str) -> None:
 
 def graceful_ranks(folder: Path) -> set[int]:
     """Return the ranks of this machine that would stop gracefully."""
-    return set(rank_files(folder, _CAN_STOP))
+    return set(files_by_rank(folder, _CAN_STOP))
 
 
 def request_stop(folder: Path, reason: str) -> None:
@@ -198,14 +194,14 @@ def report_stopped(folder: Path, rank: int | str, text: str) -> None:
 
 def stop_reports(folder: Path) -> list[str]:
     """Return the reports of the ranks, by rank."""
-    return [path.read_text(errors="surrogateescape") for _, path in sorted(rank_files(folder, _STOPPED).items())]
+    return [path.read_text(errors="surrogateescape") for _, path in sorted(files_by_rank(folder, _STOPPED).items())]
 
 
 def forget_rank(folder: Path, rank: int, pid: int) -> None:
     """Remove the files of a rank that has ended, as another process takes its place."""
     # It may have been given another number, which it had not taken yet.
     names = {rank} | {
-        name for name, path in rank_files(folder, HEARTBEAT).items() if read_object(path).get("pid") == pid
+        name for name, path in files_by_rank(folder, HEARTBEAT).items() if read_object(path).get("pid") == pid
     }
     for kind, name in itertools.product(_OF_RANKS, names):
         rank_file(folder, kind, name).unlink(missing_ok=True)
@@ -225,7 +221,7 @@ def forget_ranks(folder: Path) -> None:
     A signal's request to stop also applies to the next ranks.
     """
     for kind in (*_OF_RANKS, _RECOVERS, _COMPLETE, _BROKEN):
-        for path in rank_files(folder, kind).values():
+        for path in files_by_rank(folder, kind).values():
             path.unlink(missing_ok=True)
     for name in (_GENERATION, _RECOVERED):
         (folder / name).unlink(missing_ok=True)
@@ -329,7 +325,7 @@ class Arrival:
     @classmethod
     def read_all(cls, folder: Path) -> "dict[int, Arrival]":
         """Return those of the processes of this machine that can go on in a next generation."""
-        found = {pid: read_object(path) for pid, path in rank_files(folder, _RECOVERS).items()}
+        found = {pid: read_object(path) for pid, path in files_by_rank(folder, _RECOVERS).items()}
         return {pid: cls(**content) for pid, content in found.items() if content}
 
 
@@ -349,12 +345,12 @@ def withdraw_recovery(folder: Path, pid: int, *, is_complete: bool = False) -> N
 
 def recovering_processes(folder: Path) -> set[int]:
     """Return the processes of this machine that can go on in a next generation."""
-    return set(rank_files(folder, _RECOVERS))
+    return set(files_by_rank(folder, _RECOVERS))
 
 
 def complete_processes(folder: Path) -> set[int]:
     """Return the processes of this machine that have completed their part: no other rank needs them any more."""
-    return set(rank_files(folder, _COMPLETE))
+    return set(files_by_rank(folder, _COMPLETE))
 
 
 def report_broken(folder: Path, pid: int, number: int) -> None:
@@ -365,7 +361,7 @@ def report_broken(folder: Path, pid: int, number: int) -> None:
 def broken_generation(folder: Path) -> int:
     """Return the newest generation in which a process of this machine could not reach a rank; -1 if there is none."""
     numbers = [-1]
-    for path in rank_files(folder, _BROKEN).values():
+    for path in files_by_rank(folder, _BROKEN).values():
         with contextlib.suppress(OSError):  # removed in this moment
             numbers.append(int(path.read_text(errors="replace")))
     return max(numbers)
@@ -379,7 +375,7 @@ TERMINAL = "LOCKSTEP_TERMINAL"
 _LOCK_S = 0.5
 
 
-def _lock(file: int, wait_s: float) -> bool:
+def lock_file(file: int, wait_s: float) -> bool:
     """Lock a file for this process; return whether nobody else has had the lock for so long."""
     deadline = time.monotonic() + wait_s
     while True:
@@ -401,7 +397,7 @@ class TerminalRegion:
     the launcher prints, it erases the view; rank zero draws it again at its next refresh.
 
     Args:
-        folder: Of the run.
+        folder: The launcher's.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -419,7 +415,7 @@ class TerminalRegion:
         Blocks half a second at most: a rank that is stopped (SIGSTOP) during a refresh must not block the
         launcher.
         """
-        is_locked = _lock(self._file.fileno(), _LOCK_S)
+        is_locked = lock_file(self._file.fileno(), _LOCK_S)
         try:
             self._file.seek(0)
             yield int(self._file.read() or 0)
@@ -437,99 +433,3 @@ class TerminalRegion:
 def erase_rows(rows: int) -> str:
     """Return the escape codes that erase this number of rows above the cursor, and move the cursor to the first."""
     return f"\r\x1b[{rows}A\x1b[J" if rows > 0 else ""
-
-
-# Records and logs: files in a folder that the user chose. Nothing of an earlier run is erased.
-
-# How long to wait for the lock of a run that has just ended: its loader processes, which were forked with the file
-# open, notice within 5 s that their rank is gone.
-_HANDOVER_S = 6.0
-
-
-def open_locked(path: Path, *, wait_s: float = _HANDOVER_S) -> int:
-    """Open a file for appending, locked until this process closes it or ends; return its descriptor.
-
-    The folder is created if it does not exist. Blocks at most ``wait_s`` for a run that is about to end.
-
-    Raises:
-        OSError: It cannot be opened; a BlockingIOError if another run writes it.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    while True:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        is_locked = _lock(file, wait_s)
-        if is_locked and path.exists() and os.path.samestat(os.fstat(file), path.stat()):
-            return file
-        os.close(file)  # it may have been moved aside while this process waited
-        if not is_locked:
-            raise BlockingIOError(errno.EWOULDBLOCK, "another run, which has not ended, writes there", str(path))
-
-
-def open_record(path: Path, *, fresh: bool) -> int:
-    """Open a rank's file of a record as `open_locked` does; if the run begins, keep that of an earlier run aside."""
-    file = open_locked(path)
-    if not fresh or os.fstat(file).st_size == 0:
-        return file
-    _keep_aside(path)
-    os.close(file)
-    return open_locked(path)
-
-
-def keep_rest_aside(folder: Path, world_size: int) -> None:
-    """Keep what else there is of an earlier run's record aside, when the ranks have opened their files; on rank zero.
-
-    Args:
-        folder: Of the record.
-        world_size: The number of ranks of the run that begins.
-    """
-    own = {f"rank-{rank}.jsonl" for rank in range(world_size)}
-    rest = [path for path in sorted(folder.glob("*rank-*.jsonl")) if path.name not in own]
-    rest += folder.glob("run.json")
-    for earlier in {_keep_aside(path) for path in rest}:
-        print(f"lockstep: the record of an earlier run is now in {earlier}", file=sys.stderr, flush=True)
-
-
-def _keep_aside(path: Path) -> Path:
-    """Move a file of an earlier run's record into the folder ``earlier-RUN`` beside it; return that folder."""
-    run = "run"
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError), path.open(errors="replace") as lines:
-        # Ranks do not wait for each other: each takes the name from its own file, in which it is the same.
-        first = json.load(lines)["sessions"][0] if path.name == "run.json" else json.loads(lines.readline())
-        run = first["run"].replace(os.sep, "-")
-    names = itertools.chain([run], (f"{run}.{number}" for number in itertools.count(1)))
-    folder = next(each for name in names if not (each := path.parent / f"earlier-{name}").joinpath(path.name).exists())
-    folder.mkdir(exist_ok=True)
-    path.rename(folder / path.name)
-    return folder
-
-
-# Secrets: command lines are kept in records, which users share.
-
-# Ends at a word boundary: ``--hf-token`` and ``AWS_SECRET_ACCESS_KEY``, but neither ``--tokenizer`` nor ``--author``.
-_SECRET_NAME = re.compile(
-    r"(?i)(?:token|passw(?:or)?d|passphrase|secret|credentials?|api[-_]?key|(?:access|private)[-_]?key"
-    r"|(?:^|[-_])(?:auth|bearer|pwd))(?:$|[-_])"
-)
-_SECRET_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]*:[^/@\s]*(?=@)")
-_HIDDEN = "HIDDEN"
-
-
-def hide_secrets(command: Sequence[str]) -> str:
-    """Return a command line for a record, without the values of flags and variables whose names look like secrets.
-
-    Args:
-        command: Such as ``["train.py", "--api-key", "k", "HF_TOKEN=t", "--lr", "0.1"]``: this hides ``k`` and ``t``.
-    """
-    shown: list[str] = []
-    hides_next = False
-    for part in command:
-        name, equals, _ = part.partition("=")
-        is_secret = _SECRET_NAME.search(name) is not None
-        text = _SECRET_IN_ADDRESS.sub(_HIDDEN, part)
-        if hides_next and not part.startswith("-"):
-            text = _HIDDEN
-        elif equals and is_secret:
-            text = f"{name}={_HIDDEN}"
-        shown.append(text)
-        hides_next = is_secret and not equals and part.startswith("-")
-    return shlex.join(shown)

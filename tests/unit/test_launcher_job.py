@@ -8,9 +8,9 @@ import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.launcher.api import LaunchConfig
 
-from lockstep import run_folder
+from lockstep import rank_files
 from lockstep.errors import Stopped, exit_code_after
-from lockstep.launcher.supervise import Job
+from lockstep.launcher.job import Job
 
 SIGNALS = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2).signals_to_handle
 
@@ -32,7 +32,7 @@ def test_it_asks_once_all_ranks_can_and_gives_up_at_the_second_signal(tmp_path):
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)
     job = Job(FakeReaper(tmp_path), ranks=range(2))
     with job.handling_signals(SIGNALS):
-        run_folder.announce_graceful_stop(tmp_path, 0)
+        rank_files.announce_graceful_stop(tmp_path, 0)
         with pytest.raises(SignalException) as ended:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(1)
@@ -40,10 +40,10 @@ def test_it_asks_once_all_ranks_can_and_gives_up_at_the_second_signal(tmp_path):
     reaper = FakeReaper(tmp_path)
     job = Job(reaper, ranks=range(2))
     with job.handling_signals(SIGNALS):
-        run_folder.announce_graceful_stop(tmp_path, 1)
+        rank_files.announce_graceful_stop(tmp_path, 1)
         os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGTERM)  # follows SIGUSR1 when the time is up, and asks for nothing else
-        assert run_folder.stop_reason(tmp_path) == "SIGUSR1"
+        assert rank_files.stop_reason(tmp_path) == "SIGUSR1"
         with pytest.raises(SignalException) as ended:
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(1)
@@ -52,7 +52,7 @@ def test_it_asks_once_all_ranks_can_and_gives_up_at_the_second_signal(tmp_path):
 
 
 def test_signals_that_are_only_passed_on_end_the_ranks_at_once(tmp_path):
-    run_folder.announce_graceful_stop(tmp_path, 0)
+    rank_files.announce_graceful_stop(tmp_path, 0)
     job = Job(FakeReaper(tmp_path), ranks=range(1))
     with job.handling_signals(SIGNALS), pytest.raises(SignalException) as ended:
         os.kill(os.getpid(), signal.SIGHUP)
@@ -73,15 +73,15 @@ def test_how_the_ranks_ended(tmp_path):
     job = Job(FakeReaper(tmp_path), ranks=range(2))
     assert outcome(job, 0) is None
     assert outcome(job, 75) is None, "a script's own 75, for all that is known"
-    run_folder.report_stopped(tmp_path, 0, "Stopped by SIGTERM after step 4.")
+    rank_files.report_stopped(tmp_path, 0, "Stopped by SIGTERM after step 4.")
     assert outcome(job, 0) is None, "nobody was asked here, and they have run to their end"
     assert outcome(job, 75) == ("Stopped by SIGTERM after step 4.", 75, True), "another machine was asked"
     assert outcome(job, 75, 1) is None, "one failed"
     for rank in range(2):
-        run_folder.announce_graceful_stop(tmp_path, rank)
+        rank_files.announce_graceful_stop(tmp_path, rank)
     with job.handling_signals(SIGNALS):
         os.kill(os.getpid(), signal.SIGINT)
-    assert run_folder.stop_reason(tmp_path) == "SIGINT"
+    assert rank_files.stop_reason(tmp_path) == "SIGINT"
     assert outcome(job, 0) == ("Stopped by SIGTERM after step 4.", 130, True)
     assert outcome(job, -9) is None
 
@@ -93,20 +93,9 @@ def test_exit_codes():
 
 
 def test_both_sides_name_the_folder_alike(tmp_path, monkeypatch):
-    monkeypatch.delenv(run_folder.RUN_DIR, raising=False)
-    assert run_folder.current_run_folder() is None
-    monkeypatch.setenv(run_folder.RUN_DIR, str(tmp_path))
-    assert run_folder.current_run_folder() == tmp_path
-    monkeypatch.setenv(run_folder.RUN_DIR, str(tmp_path / "gone"))
-    assert run_folder.current_run_folder() is None
-
-
-def test_command_lines_are_kept_without_secrets():
-    command = [
-        *("train.py", "--api-key", "k1", "HF_TOKEN=t1", "--lr", "0.1", "--tokenizer", "gpt2", "--max-tokens", "5"),
-        *("--author", "ada", "--password=p 1", "AWS_SECRET_ACCESS_KEY=s1", "--log", "postgres://user:pw1@host/db"),
-    ]
-    assert run_folder.hide_secrets(command) == (
-        "train.py --api-key HIDDEN HF_TOKEN=HIDDEN --lr 0.1 --tokenizer gpt2 --max-tokens 5 --author ada "
-        "--password=HIDDEN AWS_SECRET_ACCESS_KEY=HIDDEN --log postgres://HIDDEN@host/db"
-    )
+    monkeypatch.delenv(rank_files.RUN_DIR, raising=False)
+    assert rank_files.launcher_folder() is None
+    monkeypatch.setenv(rank_files.RUN_DIR, str(tmp_path))
+    assert rank_files.launcher_folder() == tmp_path
+    monkeypatch.setenv(rank_files.RUN_DIR, str(tmp_path / "gone"))
+    assert rank_files.launcher_folder() is None

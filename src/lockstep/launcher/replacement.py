@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-from lockstep import run_folder
+from lockstep import rank_files
 from lockstep.accelerator import VISIBLE_DEVICES
 from lockstep.activity import format_ranks, log
 from lockstep.errors import RESUME_EXIT_CODE
@@ -38,7 +38,7 @@ from lockstep.launcher.failure_report import RankExit, how_it_ended
 from lockstep.launcher.fork_server import OPTIMIZER, ForkServer
 from lockstep.launcher.quorum import Machines
 from lockstep.launcher.reaper import kill_sessions
-from lockstep.run_folder import Arrival, FailureRecord, Generation, RecoveryReport
+from lockstep.rank_files import Arrival, FailureRecord, Generation, RecoveryReport
 
 # A spare's name in the names of its files.
 NAME_OF_SPARE = "spare-{}"
@@ -47,11 +47,11 @@ _MOST_IN_A_STEP = 3
 
 
 @dataclass
-class Recovery:
+class RankReplacement:
     """Replaces the lost ranks of this machine.
 
     Args:
-        folder: Of the run.
+        folder: The launcher's.
         start: Starts a process for the place of a rank on this machine, as a part of a running job; with its index
             there, and how many ranks the machine then has.
         start_spare: Starts the spare with this number.
@@ -92,9 +92,9 @@ class Recovery:
     def why_not(self, lost: list[RankExit], lost_pids: set[int]) -> str | None:
         """Return why the others cannot go on without a restart; an empty text if that need not be said."""
         left = set(self.ranks) - lost_pids
-        can = run_folder.recovering_processes(self.folder)
+        can = rank_files.recovering_processes(self.folder)
         codes = {exit.exit_code for exit in lost}
-        if run_folder.stop_reason(self.folder) is not None or not set(self.ranks) & can:
+        if rank_files.stop_reason(self.folder) is not None or not set(self.ranks) & can:
             return ""
         if RESUME_EXIT_CODE in codes or (max(codes) > 0 and not self.exceptions):
             return ""
@@ -127,10 +127,10 @@ class Recovery:
             exit: How it ended.
             pid: Its process.
         """
-        complete = run_folder.complete_processes(self.folder)
+        complete = rank_files.complete_processes(self.folder)
         # An exit status of zero would not do: what ranks do that do not train together may be of use to the user.
         is_complete = pid in complete or self.ranks.keys() - self._away.keys() - {pid} <= complete
-        ended = FailureRecord.read_all(self.folder, run_folder.ENDED).get(exit.rank)
+        ended = FailureRecord.read_all(self.folder, rank_files.ENDED).get(exit.rank)
         # Of rank zero, the whole program counts: it may write files when the training is complete.
         has_lead = exit.rank == 0 and pid not in self._away and (ended is None or ended.pid != pid)
         return not has_lead and exit.exit_code < 0 and is_complete and len(self.ranks) > 1
@@ -158,8 +158,8 @@ class Recovery:
         places |= dict.fromkeys(pids)
         for exit in lost:
             log(f"{how_it_ended(exit)}; {go_on}")
-            run_folder.forget_rank(self.folder, exit.rank, pids[exit.rank])
-        can = run_folder.recovering_processes(self.folder)
+            rank_files.forget_rank(self.folder, exit.rank, pids[exit.rank])
+        can = rank_files.recovering_processes(self.folder)
         ready = [number for number, spare in self.spares.items() if spare.proc.pid in can and spare.proc.poll() is None]
         # Ranks in excess of the spares, the last ones first, so that the numbers of few change.
         for exit in sorted(lost, key=lambda exit: -exit.rank)[len(ready) :]:
@@ -207,12 +207,12 @@ class Recovery:
             why = f"{who} did not come to an exchange within {first.patience_s:g} s"
             log(f"{why}; the others go on without")
         for pid in slow:
-            run_folder.withdraw_recovery(self.folder, pid)  # until it comes
+            rank_files.withdraw_recovery(self.folder, pid)  # until it comes
             self._away[pid] = time.time_ns()
         self._whole -= set(slow)
         if came or slow:
             self._post(min(came, default=time.time_ns()), why)
-        if self._away and self.ranks.keys() - self._away.keys() <= run_folder.complete_processes(self.folder):
+        if self._away and self.ranks.keys() - self._away.keys() <= rank_files.complete_processes(self.folder):
             kill_sessions(self._away)  # nobody waits for them
 
     def poll(self) -> None:
@@ -231,10 +231,10 @@ class Recovery:
             if (code := spare.proc.poll()) is not None:
                 del self.spares[number]
                 name = NAME_OF_SPARE.format(number)
-                found = run_folder.read_object(run_folder.rank_file(self.folder, run_folder.FAILURE, name))
+                found = rank_files.read_object(rank_files.rank_file(self.folder, rank_files.FAILURE, name))
                 ended = how_it_ended(RankExit(number, code, FailureRecord(**found)))
                 log(f"{ended.replace('rank', 'spare', 1)}; it is not replaced")
-        if not self._is_prepared and self.ranks.keys() <= run_folder.recovering_processes(self.folder):
+        if not self._is_prepared and self.ranks.keys() <= rank_files.recovering_processes(self.folder):
             self._is_prepared = True
             # The others wait for a new rank, so that it must not import this itself, which takes two seconds.
             if self.server is not None:
