@@ -113,9 +113,11 @@ class Agent(LocalElasticAgent):
         found = None
         if (board := self._board) is not None:
             # Only the first machine knows how often the ranks were started, and it may be about to start them again.
-            if self.config.rdzv_configs.get("rank", 0) != 0 and has_begun(board):
+            if self.config.rdzv_configs.get("rank", 0) != 0:
                 with self._ending_at_once():
-                    poll_until(lambda: running_job(board) is not None, stop_timeout_s(), _POLL_S)
+                    poll_until(
+                        lambda: not has_begun(board) or running_job(board) is not None, stop_timeout_s(), _POLL_S
+                    )
             found = running_job(board)
         # Machines that this one has left before they had come together also go on without it.
         can_join = found is not None and (found.have_met or found.job == self._left)
