@@ -104,7 +104,7 @@ class Board:
     """The store of the launchers, with the notes of this one."""
 
     def __init__(self):
-        self.notes, self.found = [], {}
+        self.notes, self.found, self.holder = [], {}, None
 
     def others(self, topic):
         return self.found
@@ -113,7 +113,8 @@ class Board:
         self.notes.append(note)
 
     def least(self, topic, order, note=None):
-        return note
+        self.holder = min((each for each in (note, self.holder) if each is not None), key=order, default=None)
+        return self.holder
 
 
 @pytest.fixture
@@ -195,6 +196,26 @@ def test_a_machine_whose_node_rank_another_launcher_has_ends(start):
     with pytest.raises(LockstepError) as caught:
         poll_until(lambda: machines.poll() is not None, 20, 0.02)
     assert str(caught.value) == "the job goes on with another launcher that has --node-rank 1"
+
+
+def test_a_launcher_that_was_replaced_while_it_was_stopped_ends(start):
+    machines = start([])
+    machines.board.holder = [0, -9, "another one, of an earlier start"]
+    machines.check_place(machines.board)  # this one has taken none yet
+    machines.found = Lighthouse(1, "http://host:1", "job", False)
+    assert poll_until(lambda: machines.poll() is not None or machines._answer, 20, 0.02)
+    machines._take([member(f"job/{place}", -1, digest(["job/0", "job/1"]), place) for place in range(2)])
+    machines.check_place(machines.board)
+    machines.board.holder = [-1, -9, "another one"]
+    with pytest.raises(LockstepError) as caught:
+        machines.check_place(machines.board)
+    assert str(caught.value) == "the job goes on with another launcher that has --node-rank 0"
+
+
+def test_a_machine_of_the_start_that_comes_too_late_for_its_place_ends(start):
+    machines = start([member("a", 3, TWO, 1, most=2), member("b", 3, TWO, 0, most=2)])
+    with pytest.raises(LockstepError, match="another launcher that has --node-rank 0"):
+        poll_until(lambda: machines.poll() is not None, 20, 0.02)
 
 
 def test_a_machine_that_the_first_one_waits_for_in_a_later_start_begins_again(start):

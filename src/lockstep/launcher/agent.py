@@ -28,7 +28,7 @@ from lockstep.launcher import failure_report
 from lockstep.launcher.fork_server import signal_handlers
 from lockstep.launcher.job import Job, stop_timeout_s
 from lockstep.launcher.node_rendezvous import RendezvousPerRestart, rendezvous_of, wait_for_host
-from lockstep.launcher.quorum import Lighthouse, Machines, has_begun, is_replaced, is_taken, running_job
+from lockstep.launcher.quorum import Lighthouse, Machines, has_begun, running_job
 from lockstep.launcher.rank_processes import RankProcesses, only_logged
 from lockstep.launcher.reaper import kill_sessions
 from lockstep.launcher.replacement import RankReplacement, hide_device
@@ -113,11 +113,9 @@ class Agent(LocalElasticAgent):
         found = None
         if (board := self._board) is not None:
             # Only the first machine knows how often the ranks were started, and it may be about to start them again.
-            if self.config.rdzv_configs.get("rank", 0) != 0:
-                with self._ending_at_once():
-                    poll_until(
-                        lambda: not has_begun(board) or running_job(board) is not None, stop_timeout_s(), _POLL_S
-                    )
+            limit_s = stop_timeout_s() * (self.config.rdzv_configs.get("rank", 0) != 0)
+            with self._ending_at_once():
+                poll_until(lambda: not has_begun(board) or running_job(board) is not None, limit_s, _POLL_S)
             found = running_job(board)
         # Machines that this one has left before they had come together also go on without it.
         can_join = found is not None and (found.have_met or found.job == self._left)
@@ -232,7 +230,7 @@ class Agent(LocalElasticAgent):
     def _join_again(self, worker_group: WorkerGroup, reason: str) -> None:
         """End the ranks of this machine, as the others may go on without them, and start others."""
         log(reason)
-        assert self._pcontext is not None
+        assert self._pcontext is not None and self._machines is not None
         kill_sessions(self._pcontext.pids().values())
         rank_files.forget_ranks(self.job.folder)
         spec = worker_group.spec
@@ -243,9 +241,7 @@ class Agent(LocalElasticAgent):
             if self.config.rdzv_backend == "static" and self.config.rdzv_configs["rank"] != 0:
                 spec.rdzv_handler = rendezvous_of(self.config, bool)
                 spec.rdzv_handler.next_rendezvous()
-                had_place = self._machines is not None and self._machines.number >= 0
-                if had_place and is_replaced(board, self.config.rdzv_configs["rank"]):
-                    raise is_taken(self.config.rdzv_configs["rank"])
+                self._machines.check_place(board)
                 # A new launcher on the first machine begins to count again, and waits for this one before it writes
                 # anything.
                 if not has_begun(board):

@@ -37,6 +37,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,8 +62,8 @@ _END_S = 300.0
 # How long the server of the lighthouse stays, so that its last answer arrives.
 _FAREWELL_S = 0.2
 _STORE_TIMEOUT_S = 600.0
-# Names this launcher: one that replaces it has the same place.
-_LAUNCHER = uuid.uuid4().hex
+# Names this launcher. Who has taken a place last is in the board: the start and the generation, negative, and its name.
+_LAUNCHER, _BY_NEWEST = uuid.uuid4().hex, itemgetter(0, 1)
 _WITHOUT = (
     "if a rank is lost, the ranks of all machines start again: to go on in place, the machines need torchft, which is "
     'not installed (pip install "lockstep-torch[recovery]")'
@@ -113,9 +114,8 @@ def admitted(found: Sequence[Member]) -> list[Member]:
     placed: dict[int, Member] = {}
     # Whoever is in the newest generation keeps its place; then those that began the job, then those that join.
     for each in sorted(found, key=lambda each: (-each.number, not each.of, each.name)):
-        place = each.place
-        if place is None:
-            place = next((number for number in range(most) if number not in placed), most)
+        free = next((number for number in range(most) if number not in placed), most)
+        place = free if each.place is None else each.place
         if each.number in (-1, newest) and place < most and place not in placed:
             placed[place] = each._replace(place=place)
     return [placed[place] for place in sorted(placed)]
@@ -170,22 +170,6 @@ def has_begun(board: InterNodeStore) -> bool:
     return board.count(f"{_TOPIC}/count") > 0
 
 
-def is_replaced(board: InterNodeStore, place: int) -> bool:
-    """Return whether another launcher has taken this place of the job, which this one had."""
-    holder = board.least(f"place/{place}", _newest_first)
-    return holder is not None and holder[-1] != _LAUNCHER
-
-
-def is_taken(place: int) -> LockstepError:
-    """Return the error of a launcher whose place another one has."""
-    return LockstepError(f"the job goes on with another launcher that has --node-rank {place}")
-
-
-def _newest_first(holder: Any) -> Any:
-    start, number, _ = holder
-    return -start, -number
-
-
 @dataclass(eq=False)
 class Machines:
     """This machine as a member of the quorum of the job; see [Note: machines].
@@ -225,7 +209,7 @@ class Machines:
         self.found = self.joins
         # Whether the first machine has started the job once more, without this one.
         self._is_behind = False
-        # Since when this machine, which would join, waits for a place.
+        # Since when this machine waits for a place.
         self._waits_since_s = math.inf
         self._store: Any = None
         self._server: Any = None
@@ -269,7 +253,7 @@ class Machines:
             raise RendezvousClosedError if self._waits_since_s == math.inf else RendezvousGracefulExitError
         # Not at once: it may be the one that this launcher had before it was cut off.
         if self.place is not None and time.monotonic() - self._waits_since_s > 2 * limit_s:
-            raise is_taken(self.place)
+            raise self._is_taken
         return None
 
     def have_met(self) -> bool:
@@ -289,6 +273,12 @@ class Machines:
         poll_until(lambda: self._are_done or self._is_silent, _END_S, _NOTICE_S)
         if self._server is not None:
             time.sleep(_FAREWELL_S)
+
+    def check_place(self, board: InterNodeStore) -> None:
+        """Raise LockstepError if another launcher has taken the place that this one had."""
+        holder = board.least(f"place/{self.place}", _BY_NEWEST) if self.number >= 0 else None
+        if holder is not None and holder[-1] != _LAUNCHER:
+            raise self._is_taken
 
     def close(self) -> None:
         """Leave: the next heartbeats of this machine do not come."""
@@ -318,6 +308,10 @@ class Machines:
     @property
     def _is_left_out(self) -> bool:
         return 0 <= self.number < max((each.number for each in self._answer), default=-1)
+
+    @property
+    def _is_taken(self) -> LockstepError:
+        return LockstepError(f"the job goes on with another launcher that has --node-rank {self.place}")
 
     @property
     def _are_done(self) -> bool:
@@ -415,29 +409,27 @@ class Machines:
         """Enter the next generation, if ``found`` leads to one."""
         with self._lock:
             self._answer, agreed = found, next_generation(found)
-            if self.number < 0 and self.joins is not None:
+            if self.number < 0:
                 self._wait_for_place(found)
-            if agreed is None or self._is_left_out or self._ends.is_set() or self._is_done:
-                return
-            if self._name not in {each.name for each in agreed[1]}:
+            is_out = self._is_left_out or self._waits_since_s < math.inf
+            if agreed is None or is_out or self._ends.is_set() or self._is_done:
                 return
             self.number, members = agreed
             before, self._members = self._members, {each.name: each for each in members}
             self._of, own = digest(list(self._members)), self._members[self._name]
             self.place, index = own.place, members.index(own)
-            if self._is_first and self.found is not None and not before:
-                self.board.post(_TOPIC, self.found._replace(have_met=True))
-            if not before:
-                self.board.least(f"place/{self.place}", _newest_first, [self.start, self.number, _LAUNCHER])
+            if self.found is not None and not before:
+                if self._is_first:
+                    self.board.post(_TOPIC, self.found._replace(have_met=True))
+                self.board.least(f"place/{self.place}", _BY_NEWEST, [-self.found.start, -self.number, _LAUNCHER])
             if self.number > 0:
                 self._post_generation(members, index, is_smaller=bool(before.keys() - self._members.keys()))
                 _report(before, members, self.min_machines)
             self._lost_at_ns, self._why = 0, ""
 
     def _wait_for_place(self, found: list[Member]) -> None:
-        """Note whether this machine, which would join, is one too many now."""
-        members = {each.name for each in admitted(found)}
-        if not members or self._name in members:
+        """Note whether this machine, which is in no generation yet, is one too many now."""
+        if not (members := {each.name for each in admitted(found)}) or self._name in members:
             self._waits_since_s = math.inf
             return
         self._lost_at_ns = 0  # the others need not go on with it
