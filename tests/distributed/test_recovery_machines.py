@@ -41,7 +41,7 @@ with lockstep.init() as world:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            time.sleep(pause_s)
+            time.sleep(5.5)  # a little longer than its heartbeats count
         if world.rank == 0:
             progress = plan.with_name("progress.new")
             progress.write_text(f"{recovery.step} {world.world_size}")
@@ -251,15 +251,14 @@ def test_ranks_wait_for_a_machine_that_they_need(machines, tmp_path):
 
 @pytest.mark.soak
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("pause_s", [5.5, 7.5])
 @pytest.mark.parametrize("nnodes", ["2", "1:2"])
 @pytest.mark.parametrize("index", [0, 1])
-def test_machines_meet_again_after_one_was_stopped(machines, tmp_path, index, nnodes, pause_s):
+def test_machines_meet_again_after_one_was_stopped(machines, tmp_path, index, nnodes):
     arguments = {"steps": 600, "pause_s": 0.05, "nnodes": nnodes}
     with all_ended([start(machines, tmp_path, index, **arguments) for index in range(2)]) as processes:
         done = await_progress(tmp_path, 60, 4)  # the launchers have met
         with stopped(processes[index]):
-            time.sleep(pause_s)
+            time.sleep(5.5)  # a little longer than its heartbeats count
         await_progress(tmp_path, done + 5, 4)
         rows, errors, codes = ends(processes)
     assert codes == [0, 0], errors
