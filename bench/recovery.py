@@ -5,7 +5,9 @@
                 on two machines, which are network namespaces. Each run must end with exit status 0 and the weights of
                 the undisturbed run, bit for bit; each kill may cost one step; nothing may be left behind. Of the ranks
                 that hold the state of the run one is always spared, and in two steps at most two are killed: else a
-                restart is right.
+                restart is right. With --pauses, all processes of one of two machines are stopped (SIGSTOP) for 4 to 8 s
+                at random moments instead: each time both must train together again within 60 s. If they do not, the
+                Python stacks of all launchers and ranks are printed.
     seconds     From a death (SIGKILL) until all ranks have done a new step together, on the whole batch: in place, by
                 restart from a checkpoint (each 10 steps), with torchrun, and with torchft; in turns. Then with a model
                 that takes 20 s to build; these jobs run beside each other, 5 s apart, as they mostly wait.
@@ -16,7 +18,7 @@
 What the ranks run is in bench/recovery_loops.py, and how they are started in bench/recovery_jobs.py. torchft has a
 heartbeat timeout of 1 s, not its usual 5 s. All parts take about 25 minutes on two cores.
 
-Usage: python -m bench.recovery [kills] [seconds] [schedule] [--quick] [--kills N] [--seed N] [--machines 2] ...
+Usage: python -m bench.recovery [kills] [seconds] [schedule] [--quick] [--kills N] [--pauses N] [--seed N] ...
 """
 
 import argparse
@@ -52,6 +54,7 @@ from bench.recovery_jobs import (
     SLOW,
     STOP,
     TIMEOUT_S,
+    WHOLE,
     Contender,
     Event,
     Job,
@@ -123,6 +126,9 @@ def steps_done_again(events: Iterable[Event]) -> tuple[int, int]:
 def kills(options: argparse.Namespace) -> dict[str, Any]:
     """Kill ranks of `fit` on one machine and on two; print a line for each run."""
     total, runs = 4 if options.quick else options.kills, list[dict[str, Any]]()
+    if options.pauses:
+        with machines() as names:
+            return {"runs": pauses_of(options.pauses, options.seed, names[:2])}
     if options.machines != 2:
         runs += kills_of(total, options.seed, [])
     if options.machines != 1:
@@ -184,6 +190,15 @@ def kills_of(total: int, seed: int, names: list[str]) -> list[dict[str, Any]]:
     return runs
 
 
+def on_machines(names: list[str], words: list[str]) -> list[list[str]]:
+    """Return the commands of a job's launchers on these machines."""
+    commands = []
+    for index, name in enumerate(names):
+        inside = ["ip", "netns", "exec", name, *INSIDE, "env", f"{MACHINE}={index}"]
+        commands.append([*inside, *LOCKSTEP, "--node-rank", str(index), "--master-addr", "10.79.0.1", *words])
+    return commands
+
+
 def run_fit(
     ranks: int, backend: str, names: list[str], choice: random.Random, most: int, *, has_checkpoints: bool
 ) -> dict[str, Any]:
@@ -195,11 +210,9 @@ def run_fit(
         environ = {MARK: mark, "TMPDIR": str(temporary)}
         script = [str(LOOPS), "fit", name, "--steps", str(STEPS_OF_A_RUN), "--pause", str(STEP_S), "--backend", backend]
         script += ["--checkpoints"] if has_checkpoints else []
-        commands = [] if names else [[*LOCKSTEP, "--devices", str(ranks), *script]]
-        for index, machine in enumerate(names):
-            inside = ["ip", "netns", "exec", machine, *INSIDE, "env", f"{MACHINE}={index}"]
-            nodes = ["--nnodes", str(len(names)), "--node-rank", str(index), "--master-addr", "10.79.0.1"]
-            commands.append([*inside, *LOCKSTEP, *nodes, "--devices", str(ranks // len(names)), *script])
+        commands = [[*LOCKSTEP, "--devices", str(ranks), *script]]
+        if names:
+            commands = on_machines(names, ["--nnodes", str(len(names)), "--devices", str(ranks // len(names)), *script])
         job = Job(commands, folder, **environ)
         try:
             number = kill_some(job, choice, most)
@@ -232,6 +245,86 @@ def run_fit(
             "left": left,
             "output": job.output,
         }
+
+
+PAUSES_OF_A_RUN, PAUSE_S, MEET_S, SETTLE_S, NUM_STEPS = 4, (4.0, 8.0), 60.0, 12.0, 5
+
+
+def pauses_of(total: int, seed: int, names: list[str]) -> list[dict[str, Any]]:
+    """Stop all processes of one of two machines for some seconds, so many times; print a line for each run."""
+    choice, runs = random.Random(seed), list[dict[str, Any]]()
+    print(f"\n{total} pauses of {PAUSE_S[0]:g} to {PAUSE_S[1]:g} s of one of two machines, seed {seed}")
+    while (most := total - sum(run["pauses"] for run in runs)) > 0:
+        nnodes, devices = ("2", "1:2")[len(runs) % 2], 1 + len(runs) // 2 % 2
+        with tempfile.TemporaryDirectory(prefix="bench-recovery-") as name:
+            script = [str(LOOPS), "fit", name, "--pause", str(STEP_S), "--backend", "gloo"]
+            commands = on_machines(names, ["--nnodes", nnodes, "--devices", str(devices), *script])
+            job, pauses, is_good = Job(commands, Path(name), PYTHONFAULTHANDLER="1"), list[str](), False
+            try:
+                pause_some(job, choice, min(most, PAUSES_OF_A_RUN), pauses)
+                is_good = True
+            except RuntimeError:  # for the stacks, which faulthandler prints
+                for process in processes_of(job, 0) + processes_of(job, 1):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.send_signal(signal.SIGABRT)
+                time.sleep(1)
+            finally:
+                job.end()
+            print(f"  --nnodes {nnodes}, {devices} a machine: {', '.join(pauses)}", flush=True)
+            if not is_good:
+                with tempfile.NamedTemporaryFile("w", prefix="bench-recovery-", suffix=".txt", delete=False) as file:
+                    file.write(job.output)
+                print(f"    NOT TOGETHER AGAIN. All output, with stacks: {file.name}", flush=True)
+            runs.append({"pauses": max(len(pauses), 1), "is_good": is_good})
+    print(f"  {sum(run['is_good'] for run in runs)} of {len(runs)} runs as they must be")
+    return runs
+
+
+def pause_some(job: Job, choice: random.Random, most: int, pauses: list[str]) -> None:
+    """Stop machines at random moments; add each pause, and how long it took until they trained together, to a list."""
+    await_both(job)
+    for _ in range(most):
+        job.sleep(choice.random() * SETTLE_S)
+        index, pause_s = choice.randrange(2), choice.uniform(*PAUSE_S)
+        pauses.append(f"{index} for {pause_s:.1f}")
+        pause(job, index, pause_s)
+        pauses[-1] += f": {await_both(job):.1f} s"
+
+
+def await_both(job: Job) -> float:
+    """Wait until ranks of both machines have done some steps together from now on; return how long that took."""
+    began = time.monotonic()
+
+    def have_met() -> bool:
+        shares, where = defaultdict[int, float](float), defaultdict[int, set[int]](set)
+        for event in reversed(job.read()):
+            if event.at_s < began:
+                break
+            if event.what == "done":
+                shares[event.step] += event.share
+                where[event.step].add(event.pid // MOST_PIDS)
+        return sum(shares[step] > WHOLE and len(where[step]) == 2 for step in shares) > NUM_STEPS
+
+    job.wait(have_met, MEET_S)
+    return time.monotonic() - began
+
+
+def processes_of(job: Job, index: int) -> list[psutil.Process]:
+    """Return all processes of a machine, its launcher first."""
+    try:
+        return psutil.Process(job.processes[index].pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def pause(job: Job, index: int, seconds: float) -> None:
+    """Stop all processes of a machine for so long."""
+    stopped = processes_of(job, index)
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for process in stopped:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+        time.sleep(seconds if number == signal.SIGSTOP else 0)
 
 
 # --- seconds ----------------------------------------------------------------------------------------------------------
@@ -458,6 +551,7 @@ def main() -> None:
     made.add_argument("parts", nargs="*", metavar="PART", help="kills, seconds, schedule (all)")
     made.add_argument("--kills", type=positive, default=300, help="in all runs together (300)")
     made.add_argument("--machines", type=int, choices=(1, 2), help="of kills (one, then two with a fifth)")
+    made.add_argument("--pauses", type=positive, help="of kills: instead of kills, stop a machine so many times")
     made.add_argument("--minutes", type=float, default=3.0, help="of each row of schedule (3)")
     names = tuple({**CONTENDERS, **SLOW})
     made.add_argument("--contender", action="append", choices=names, help="of seconds; may be given again")

@@ -41,7 +41,7 @@ with lockstep.init() as world:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            time.sleep(pause_s)
+            time.sleep(5.5)  # a little longer than its heartbeats count
         if world.rank == 0:
             progress = plan.with_name("progress.new")
             progress.write_text(f"{recovery.step} {world.world_size}")
@@ -81,6 +81,18 @@ def kill_machine(launcher):
         for each in [*psutil.Process(launcher.pid).children(recursive=True), launcher]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.kill()
+
+
+@contextlib.contextmanager
+def stopped(launcher):
+    """Stop a launcher and all that it has started (SIGSTOP) inside the block."""
+    found = [*psutil.Process(launcher.pid).children(recursive=True), psutil.Process(launcher.pid)]
+    for each in found:
+        each.suspend()
+    yield
+    for each in found:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.resume()
 
 
 def await_progress(folder, step, world_size, timeout_s=90.0):
@@ -235,3 +247,45 @@ def test_ranks_wait_for_a_machine_that_they_need(machines, tmp_path):
     undisturbed, *_ = run(machines, tmp_path, "", **arguments | {"pause_s": 0.0})
     assert undisturbed == rows
     assert done < 300
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("nnodes", ["2", "1:2"])
+@pytest.mark.parametrize("index", [0, 1])
+def test_machines_meet_again_after_one_was_stopped(machines, tmp_path, index, nnodes):
+    arguments = {"steps": 600, "pause_s": 0.05, "nnodes": nnodes}
+    with all_ended([start(machines, tmp_path, index, **arguments) for index in range(2)]) as processes:
+        done = await_progress(tmp_path, 60, 4)  # the launchers have met
+        with stopped(processes[index]):
+            time.sleep(5.5)  # a little longer than its heartbeats count
+        await_progress(tmp_path, done + 5, 4)
+        rows, errors, codes = ends(processes)
+    assert codes == [0, 0], errors
+    assert [row[:3] for row in rows] == [(str(rank), "4", "600") for rank in range(4)]
+    assert len({weights for *_, weights in rows}) == 1
+    # The first one has the lighthouse, without which the other did not go on: no step is lost.
+    assert "restart 1 of" not in "".join(errors)
+    assert "the ranks start again" not in errors[0]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(400)
+def test_a_machine_that_was_replaced_ends(machines, tmp_path):
+    arguments = {"steps": 1200, "pause_s": 0.05, "nnodes": "2"}
+    with all_ended([start(machines, tmp_path, index, **arguments) for index in range(2)]) as processes:
+        done = await_progress(tmp_path, 60, 4)  # the launchers have met
+        with stopped(processes[1]):
+            time.sleep(8)
+            processes.append(start(machines, tmp_path, 1, **arguments))
+            done = await_progress(tmp_path, done + 5, 4)
+        # A fourth machine, too many, which was given a place that is taken.
+        processes.append(start(machines, tmp_path, 1, **arguments))
+        for late in (processes.pop(3), processes.pop(1)):
+            _, error = late.communicate(timeout=60)
+            assert late.returncode == 1, error
+            assert "the job goes on with another launcher that has --node-rank 1" in error
+        assert await_progress(tmp_path, done, 4) < 1200
+        rows, errors, codes = ends(processes)
+    assert codes == [0, 0], errors
+    assert [row[:3] for row in rows] == [(str(rank), "4", "1200") for rank in range(4)]

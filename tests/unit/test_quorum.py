@@ -3,19 +3,19 @@
 import types
 
 import pytest
-from torch.distributed.elastic.rendezvous import RendezvousClosedError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousGracefulExitError
 
 from lockstep import rank_files
 from lockstep.comm.rendezvous import poll_until
-from lockstep.errors import ConfigurationError
+from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.launcher import quorum
 from lockstep.launcher.quorum import Lighthouse, Machines, Member, check_lighthouse, digest, next_generation
 
 TWO = digest(["a", "b"])
 
 
-def member(name, number, of, place=None, *, is_broken=False, is_done=False):
-    return Member(name, "host:1", number, 2, of, place, "host", is_broken, is_done)
+def member(name, number, of, place=None, *, most=8, is_broken=False, is_done=False):
+    return Member(name, "host:1", number, 2, of, place, most, "host", is_broken, is_done)
 
 
 def agreed_by(found):
@@ -63,6 +63,28 @@ def test_the_next_generation(found, expected):
     assert agreed_by(found[::-1]) == expected
 
 
+A, B = member("a", 3, TWO, 0, most=2), member("b", 3, TWO, 1, most=2)
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ([A, B, member("c", -1, "")], None),
+        ([A, B, member("c", -1, "", 1)], None),
+        ([A, B._replace(is_broken=True), member("c", -1, "")], (4, ["a", "b"])),
+        ([A, member("c", -1, ""), member("d", -1, "")], (4, ["a", "c"])),
+        ([B, member("c", -1, "", 1), member("d", -1, "", 0)], (4, ["d", "b"])),
+        ([A, member("c", -1, "", 1), member("d", -1, "", 1)], (4, ["a", "c"])),
+        # Of those that began the job, one asks late, when its place is another one's.
+        ([A, B, member("c", -1, digest(["a", "c"]), 1)], None),
+    ],
+    ids=["too many", "its place is taken", "broken", "two for a place", "places", "two for the same", "late"],
+)
+def test_there_are_no_more_machines_than_nnodes_allows(found, expected):
+    assert agreed_by(found) == expected
+    assert agreed_by(found[::-1]) == expected
+
+
 def test_nobody_goes_on_with_a_machine_whose_ranks_have_ended():
     assert agreed_by([member("a", 3, TWO, 0, is_done=True), member("b", 3, TWO, 1, is_broken=True)]) is None
 
@@ -82,10 +104,17 @@ class Board:
     """The store of the launchers, with the notes of this one."""
 
     def __init__(self):
-        self.notes = []
+        self.notes, self.found, self.holder = [], {}, None
+
+    def others(self, topic):
+        return self.found
 
     def post(self, topic, note):
         self.notes.append(note)
+
+    def least(self, topic, order, note=None):
+        self.holder = min((each for each in (note, self.holder) if each is not None), key=order, default=None)
+        return self.holder
 
 
 @pytest.fixture
@@ -95,7 +124,7 @@ def start(tmp_path, monkeypatch):
     rank_files.announce_recovery(tmp_path, 7)
     started = []
 
-    def begin(others, *, joins=None):
+    def begin(others, *, joins=None, place=None):
         class Client:
             def __init__(self, address, timeout):
                 if others is None:
@@ -109,8 +138,8 @@ def start(tmp_path, monkeypatch):
                 return types.SimpleNamespace(participants=[types.SimpleNamespace(data=row) for row in rows])
 
         monkeypatch.setattr(quorum, "_torchft", lambda: types.SimpleNamespace(LighthouseClient=Client))
-        place = 0 if joins is None else None
-        started.append(Machines(tmp_path, [7], Board(), "127.0.0.1", place, 2, 1, 0, "host:1", joins))
+        place = 0 if joins is place is None else place
+        started.append(Machines(tmp_path, [7], Board(), "127.0.0.1", place, 2, 1, 2, 0, "host:1", joins))
         return started[-1]
 
     yield begin
@@ -140,6 +169,69 @@ def test_a_machine_that_would_join_at_the_end_of_the_job_ends(start):
     )
     with pytest.raises(RendezvousClosedError):
         poll_until(lambda: machines.poll() is not None, 20, 0.02)
+
+
+JOB = Lighthouse(0, "http://host:1", "job", True)
+
+
+def test_a_machine_too_many_waits_for_a_place(start, capfd):
+    machines = start(others := [A, B], joins=JOB)
+    assert not poll_until(lambda: machines.poll() is not None or machines.number >= 0, 1, 0.02)
+    assert "the job has the 2 machines of --nnodes; this one waits for a place" in capfd.readouterr().err
+    others.remove(B)
+    assert poll_until(lambda: machines.poll() is not None or machines.number == 4, 20, 0.02)
+    assert (machines.number, machines.place) == (4, 1)
+
+
+def test_a_machine_that_has_waited_for_a_place_ends_with_the_job(start):
+    machines = start(others := [A, B], joins=JOB)
+    assert poll_until(lambda: machines.poll() is not None or machines._answer, 20, 0.02)
+    others[:] = [A._replace(is_done=True), B._replace(is_done=True)]
+    with pytest.raises(RendezvousGracefulExitError):
+        poll_until(lambda: machines.poll() is not None, 20, 0.02)
+
+
+def test_a_machine_whose_node_rank_another_launcher_has_ends(start):
+    machines = start([A, B], joins=JOB, place=1)
+    with pytest.raises(LockstepError) as caught:
+        poll_until(lambda: machines.poll() is not None, 20, 0.02)
+    assert str(caught.value) == "the job goes on with another launcher that has --node-rank 1"
+
+
+def test_a_launcher_that_was_replaced_while_it_was_stopped_ends(start):
+    machines = start([])
+    machines.board.holder = [0, -9, "another one, of an earlier start"]
+    machines.check_place(machines.board)  # this one has taken none yet
+    machines.found = Lighthouse(1, "http://host:1", "job", False)
+    assert poll_until(lambda: machines.poll() is not None or machines._answer, 20, 0.02)
+    machines._take([member(f"job/{place}", -1, digest(["job/0", "job/1"]), place) for place in range(2)])
+    machines.check_place(machines.board)
+    machines.board.holder = [-1, -9, "another one"]
+    with pytest.raises(LockstepError) as caught:
+        machines.check_place(machines.board)
+    assert str(caught.value) == "the job goes on with another launcher that has --node-rank 0"
+
+
+def test_a_machine_of_the_start_that_comes_too_late_for_its_place_ends(start):
+    machines = start([member("a", 3, TWO, 1, most=2), member("b", 3, TWO, 0, most=2)])
+    with pytest.raises(LockstepError, match="another launcher that has --node-rank 0"):
+        poll_until(lambda: machines.poll() is not None, 20, 0.02)
+
+
+def test_a_machine_that_the_first_one_waits_for_in_a_later_start_begins_again(start):
+    machines = start([], place=1)
+    machines.board.found = {"1": Lighthouse(1, "http://host:1", "job", True)}
+    assert poll_until(lambda: machines.poll() is not None, 20, 0.02)
+    assert machines.poll() == "the other machines went on without this one; its ranks end, and it joins again"
+
+
+def test_the_machine_with_the_lighthouse_keeps_its_ranks(start):
+    """It was stopped for a while: nobody went on without it."""
+    machines = start([])
+    assert poll_until(lambda: machines.poll() is not None or machines._answer, 20, 0.02)
+    machines._server, machines._alive_at_s = object(), 0.0
+    machines.found = machines.found._replace(is_served=True)
+    assert machines.poll() is None
 
 
 def test_a_machine_that_would_join_looks_again_if_the_lighthouse_does_not_answer(start):

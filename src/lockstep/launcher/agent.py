@@ -74,6 +74,8 @@ class Agent(LocalElasticAgent):
         has_board = config.rdzv_backend in ("static", "c10d") and config.max_nodes > 1 and config.max_restarts > 0
         self._board = InterNodeStore(config.rdzv_endpoint, config.run_id) if has_board else None
         self._joins: Lighthouse | None = None
+        # The start of the job that this machine has taken part in last, by its lighthouse.
+        self._left = ""
         self._machines: Machines | None = None
         with self._ending_at_once():
             handler = rendezvous_of(config, lambda: rank_files.is_stopped_by_signal(job.folder))
@@ -108,9 +110,15 @@ class Agent(LocalElasticAgent):
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Run the rendezvous; repeat it if a machine is lost before it has written what the others need."""
         handler = worker_group.spec.rdzv_handler
-        found = running_job(self._board) if self._board is not None else None
+        found = None
+        if (board := self._board) is not None:
+            # Only the first machine knows how often the ranks were started, and it may be about to start them again.
+            limit_s = stop_timeout_s() * (self.config.rdzv_configs.get("rank", 0) != 0)
+            with self._ending_at_once():
+                poll_until(lambda: not has_begun(board) or running_job(board) is not None, limit_s, _POLL_S)
+            found = running_job(board)
         # Machines that this one has left before they had come together also go on without it.
-        can_join = found is not None and (found.have_met or found.start == self.num_restarts)
+        can_join = found is not None and (found.have_met or found.job == self._left)
         self._joins = found if can_join else None
         self.num_restarts += 1
         if self._joins is not None:
@@ -209,6 +217,7 @@ class Agent(LocalElasticAgent):
                     worker_group.group_rank if self._joins is None else self.config.rdzv_configs.get("rank"),
                     cast(int, worker_group.group_world_size),
                     self.config.min_nodes,
+                    self.config.max_nodes,
                     self.num_restarts,
                     self.job.lighthouse,
                     self._joins,
@@ -219,12 +228,13 @@ class Agent(LocalElasticAgent):
     def _leave_machines(self) -> None:
         if self._machines is not None:
             self._machines.close()
+            self._left = self._machines.found.job if self._machines.found is not None else ""
             self._machines = None
 
     def _join_again(self, worker_group: WorkerGroup, reason: str) -> None:
         """End the ranks of this machine, as the others may go on without them, and start others."""
         log(reason)
-        assert self._pcontext is not None
+        assert self._pcontext is not None and self._machines is not None
         kill_sessions(self._pcontext.pids().values())
         rank_files.forget_ranks(self.job.folder)
         spec = worker_group.spec
@@ -235,11 +245,10 @@ class Agent(LocalElasticAgent):
             if self.config.rdzv_backend == "static" and self.config.rdzv_configs["rank"] != 0:
                 spec.rdzv_handler = rendezvous_of(self.config, bool)
                 spec.rdzv_handler.next_rendezvous()
-                # Only the first machine knows how often the ranks were started. A new launcher there begins to count
-                # again, and waits for this machine before it writes anything.
-                if has_begun(board):
-                    poll_until(lambda: running_job(board) is not None, stop_timeout_s(), _POLL_S)
-                else:
+                self._machines.check_place(board)
+                # A new launcher on the first machine begins to count again, and waits for this one before it writes
+                # anything.
+                if not has_begun(board):
                     self.num_restarts = -1
         self._last = RunResult(WorkerState.HEALTHY)  # not a failure: no restart is used up
         self._restart_workers(worker_group)

@@ -14,7 +14,10 @@ and store. A launcher that an answer does not reach is left out: its next reques
   when they are ready, so nobody waits for it.
 - Heartbeats are a lease: a launcher whose own have not been answered for the timeout ends its ranks, as the others may
   have gone on without them, and joins again. So do those of the others if the first machine, which serves the
-  lighthouse, starts its own ranks again.
+  lighthouse, starts its own ranks again. A machine that serves it keeps its ranks: nobody goes on without it.
+- There are no more machines than MAX of ``--nnodes``. One too many waits for a place, as with torch elastic. If it was
+  given a place (``--node-rank``) that another launcher has, it ends: both may be on the same devices.
+- Each start of a job has a lighthouse with a name of its own (`Lighthouse.job`).
 - The first generation, number 0, is that of the rendezvous. It counts once all its machines have asked. If one is lost
   before that, the others wait for it as long as for heartbeats, and go on without it.
 - When the ranks of all machines have ended, a machine that still would join ends, too.
@@ -23,7 +26,6 @@ Source: torchft (https://github.com/meta-pytorch/torchft), whose managers use th
 """
 
 import ipaddress
-import itertools
 import math
 import os
 import socket
@@ -35,17 +37,18 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch.distributed.elastic.rendezvous import RendezvousClosedError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousGracefulExitError
 
 from lockstep import rank_files
 from lockstep.activity import format_ranks, log
 from lockstep.comm.rendezvous import poll_until
 from lockstep.comm.store import InterNodeStore, start_store_server
 from lockstep.env import machine_timeout_s
-from lockstep.errors import ConfigurationError
+from lockstep.errors import ConfigurationError, LockstepError
 
 _TOPIC = "lighthouse"
 # How often to ask without a reason, and how soon a reason is noticed.
@@ -59,6 +62,8 @@ _END_S = 300.0
 # How long the server of the lighthouse stays, so that its last answer arrives.
 _FAREWELL_S = 0.2
 _STORE_TIMEOUT_S = 600.0
+# Names this launcher. Who has taken a place last is in the board: the start and the generation, negative, and its name.
+_LAUNCHER, _BY_NEWEST = uuid.uuid4().hex, itemgetter(0, 1)
 _WITHOUT = (
     "if a rank is lost, the ranks of all machines start again: to go on in place, the machines need torchft, which is "
     'not installed (pip install "lockstep-torch[recovery]")'
@@ -75,6 +80,7 @@ class Member(NamedTuple):
         num_ranks: The number of its ranks.
         of: The digest of the machines of that generation; of a machine that joins, empty.
         place: Orders the machines; None: the first place that is free.
+        most: How many machines the job may have.
         host: The name of the machine, for the user.
         is_broken: Whether its ranks need a next generation.
         is_done: Whether its ranks have ended.
@@ -86,6 +92,7 @@ class Member(NamedTuple):
     num_ranks: int
     of: str
     place: int | None
+    most: int
     host: str
     is_broken: bool
     is_done: bool
@@ -96,27 +103,39 @@ def digest(names: Sequence[str]) -> str:
     return f"{len(names)}:{zlib.crc32(' '.join(sorted(names)).encode()):08x}"
 
 
+def admitted(found: Sequence[Member]) -> list[Member]:
+    """Return those machines that may be in the next generation, each with its place, in the order of their ranks.
+
+    The others went on without a machine with an older generation: it comes again, with other ranks. A machine that
+    joins waits as long as its place, or every place, is taken.
+    """
+    newest = max(each.number for each in found)
+    most = min((each.most for each in found if each.of), default=0)  # else nobody holds the state
+    placed: dict[int, Member] = {}
+    # Whoever is in the newest generation keeps its place; then those that began the job, then those that join.
+    for each in sorted(found, key=lambda each: (-each.number, not each.of, each.name)):
+        free = next((number for number in range(most) if number not in placed), most)
+        place = free if each.place is None else each.place
+        if each.number in (-1, newest) and place < most and place not in placed:
+            placed[place] = each._replace(place=place)
+    return [placed[place] for place in sorted(placed)]
+
+
 def next_generation(found: Sequence[Member]) -> tuple[int, list[Member]] | None:
     """Return the next generation and its machines in the order of their ranks; None: the present one goes on."""
-    newest = max(each.number for each in found)
-    # The others went on without a machine with an older generation. It comes again, with other ranks.
-    found = sorted((each for each in found if each.number in (-1, newest)), key=lambda each: each.name)
-    of = digest([each.name for each in found])
-    is_same = all(each.of == of for each in found)
+    members, newest = admitted(found), max(each.number for each in found)
+    of = digest([each.name for each in members])
+    is_same = all(each.of == of for each in members)
     if newest < 0:
         # The ranks are in generation 0 already, but not all launchers may have asked yet. They are waited for until the
         # ranks of those that have cannot go on.
-        began = [each for each in found if each.of]
-        goes_on = not is_same and not (began and all(each.is_broken for each in began))
+        began = [each for each in members if each.of]
+        goes_on = not (began and (is_same or all(each.is_broken for each in began)))
     else:
-        goes_on = is_same and not any(each.is_broken for each in found)
+        goes_on = is_same and not any(each.is_broken for each in members)
     if goes_on or any(each.is_done for each in found):
         return None
-    taken = {each.place for each in found}
-    free = (place for place in itertools.count() if place not in taken)
-    placed = [each._replace(place=next(free)) if each.place is None else each for each in found]
-    number = 0 if newest < 0 and is_same else max(newest, 0) + 1
-    return number, sorted(placed, key=lambda each: (each.place, each.name))
+    return 0 if newest < 0 and is_same else max(newest, 0) + 1, members
 
 
 class Lighthouse(NamedTuple):
@@ -125,7 +144,7 @@ class Lighthouse(NamedTuple):
     Attributes:
         start: How often the ranks of the job had been started.
         address: Of the server.
-        job: Begins the names of the machines.
+        job: Identifies this start of the job; begins the names of the machines.
         is_served: Whether a launcher of the job serves it.
         have_met: Whether the machines have come together: another one need not come to the rendezvous.
     """
@@ -163,12 +182,14 @@ class Machines:
         place: The index of this machine; None if the job decides.
         num_machines: That began together with this one, which is one of them.
         min_machines: The ranks wait while there are fewer.
+        max_machines: Another one waits for a place.
         start: How often the ranks of the job were started.
         lighthouse: ``HOST:PORT`` of a lighthouse to use; None: the first machine serves one.
         joins: The running job that this machine joins.
 
     Attributes:
         number: The generation; -1: the machines have not come together.
+        found: The lighthouse that it uses.
     """
 
     folder: Path
@@ -178,13 +199,18 @@ class Machines:
     place: int | None
     num_machines: int
     min_machines: int
+    max_machines: int
     start: int
     lighthouse: str | None = None
     joins: Lighthouse | None = None
     number: int = -1
 
     def __post_init__(self) -> None:
-        self._found = self.joins
+        self.found = self.joins
+        # Whether the first machine has started the job once more, without this one.
+        self._is_behind = False
+        # Since when this machine waits for a place.
+        self._waits_since_s = math.inf
         self._store: Any = None
         self._server: Any = None
         self._library: Any = None
@@ -205,6 +231,8 @@ class Machines:
 
         Raises:
             RendezvousClosedError: The ranks of all machines of the job that this one would join have ended.
+            RendezvousGracefulExitError: The same, and it has waited for a place.
+            LockstepError: Another launcher has the place that this one was given.
         """
         if self._library is None:  # while the ranks start
             self._library = _torchft()
@@ -214,15 +242,18 @@ class Machines:
                 self._lost_at_ns = self._lost_at_ns or time.time_ns()
         limit_s, is_outside = machine_timeout_s(), self.joins is not None and self.number < 0
         # A lighthouse of the cluster may be away for a while: nothing is lost as long as the ranks reach each other.
-        is_needed = is_outside or self._is_broken or (self._found is not None and self._found.is_served)
-        if self._is_silent and is_needed:
+        is_needed = is_outside or self._is_broken or (self.found is not None and self.found.is_served)
+        if self._is_silent and is_needed and self._server is None:
             return f"this machine has not reached the others for {limit_s:g} s; its ranks end, and join again"
-        if self._is_left_out:
+        if self._is_left_out or self._is_behind:
             return "the other machines went on without this one; its ranks end, and it joins again"
         if self._lost_at_ns and time.time_ns() - self._lost_at_ns > _PATIENCE_S * 1e9:
             return f"the other machines did not go on with this one within {_PATIENCE_S:g} s"
         if is_outside and self._are_done:
-            raise RendezvousClosedError
+            raise RendezvousClosedError if self._waits_since_s == math.inf else RendezvousGracefulExitError
+        # Not at once: it may be the one that this launcher had before it was cut off.
+        if self.place is not None and time.monotonic() - self._waits_since_s > 2 * limit_s:
+            raise self._is_taken
         return None
 
     def have_met(self) -> bool:
@@ -243,11 +274,17 @@ class Machines:
         if self._server is not None:
             time.sleep(_FAREWELL_S)
 
+    def check_place(self, board: InterNodeStore) -> None:
+        """Raise LockstepError if another launcher has taken the place that this one had."""
+        holder = board.least(f"place/{self.place}", _BY_NEWEST) if self.number >= 0 else None
+        if holder is not None and holder[-1] != _LAUNCHER:
+            raise self._is_taken
+
     def close(self) -> None:
         """Leave: the next heartbeats of this machine do not come."""
         with self._lock:
             self._ends.set()
-            if self._found is not None and self._is_first:
+            if self.found is not None and self._is_first:
                 self.board.post(_TOPIC, None)
             self._server = self._store = None
 
@@ -273,6 +310,10 @@ class Machines:
         return 0 <= self.number < max((each.number for each in self._answer), default=-1)
 
     @property
+    def _is_taken(self) -> LockstepError:
+        return LockstepError(f"the job goes on with another launcher that has --node-rank {self.place}")
+
+    @property
     def _are_done(self) -> bool:
         """Whether the ranks of all machines have ended, apart from those that would join."""
         members = [each for each in self._answer if each.of]
@@ -285,25 +326,25 @@ class Machines:
     # --- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not (self._is_ready() and (self._found is not None or not self._library)):
+        while not (self._is_ready() and (self.found is not None or not self._library)):
             if self._ends.wait(_SEARCH_S):
                 return
-            if self._library and self._found is None:
+            if self._library and self.joins is None:
                 with suppress(RuntimeError, OSError):  # not there yet
                     self._find_lighthouse()
-        if self._found is None:
+        if self.found is None:
             log(_WITHOUT)
             return
         if self.joins is None:
-            names = [f"{self._found.job}/{place}" for place in range(self.num_machines)]
+            names = [f"{self.found.job}/{place}" for place in range(self.num_machines)]
             self._name, self._of = names[self.place or 0], digest(names)
         else:
-            self._name, self._alive_at_s = f"{self._found.job}/{uuid.uuid4()}", time.monotonic()
+            self._name, self._alive_at_s = f"{self.found.job}/{uuid.uuid4()}", time.monotonic()
         self._store, port = start_store_server(self.address, _STORE_TIMEOUT_S)
         client = None
         while client is None and not self._ends.wait(_NOTICE_S):
             with suppress(RuntimeError, OSError):
-                client = self._library.LighthouseClient(self._found.address, timedelta(seconds=machine_timeout_s()))
+                client = self._library.LighthouseClient(self.found.address, timedelta(seconds=machine_timeout_s()))
         self._alive_at_s = time.monotonic()
         threading.Thread(target=self._beat, args=(client,), name="lockstep-heartbeats", daemon=True).start()
         try:
@@ -318,16 +359,18 @@ class Machines:
     def _find_lighthouse(self) -> None:
         """Find the lighthouse of this start of the job, or serve it."""
         if not self._is_first:
-            found = running_job(self.board)
-            self._found = found if found is not None and found.start == self.start else None
+            if (found := running_job(self.board)) is not None:
+                # One of an earlier start will be taken down.
+                self.found = found if found.start == self.start else None
+                self._is_behind = found.start > self.start
             return
         with self._lock:
-            if self._ends.is_set():
+            if self._ends.is_set() or self.found is not None:
                 return
             address = self.lighthouse or self._serve()
             found = Lighthouse(self.start, f"http://{address}", uuid.uuid4().hex[:8], self.lighthouse is None)
             self.board.post(_TOPIC, found)
-            self._found = found
+            self.found = found
 
     def _serve(self) -> str:
         """Serve a lighthouse; return its address."""
@@ -357,7 +400,7 @@ class Machines:
         is_late = 0 < self._lost_at_ns < time.time_ns() - machine_timeout_s() * 1e9
         is_broken = self._is_broken and (self.number >= 0 or is_late)
         where, host = (self._name, store, self.number, len(self.pids)), socket.gethostname()
-        own = Member(*where, self._of, self.place, host, is_broken, self._is_done)
+        own = Member(*where, self._of, self.place, self.max_machines, host, is_broken, self._is_done)
         with suppress(TimeoutError, RuntimeError):  # out of reach, or another machine has not asked in time
             answer = client.quorum(self._name, timedelta(seconds=3 * machine_timeout_s()), data=own._asdict())
             self._take([Member(**each.data) for each in answer.participants])
@@ -366,18 +409,33 @@ class Machines:
         """Enter the next generation, if ``found`` leads to one."""
         with self._lock:
             self._answer, agreed = found, next_generation(found)
-            if agreed is None or self._is_left_out or self._ends.is_set() or self._is_done:
+            if self.number < 0:
+                self._wait_for_place(found)
+            is_out = self._is_left_out or self._waits_since_s < math.inf
+            if agreed is None or is_out or self._ends.is_set() or self._is_done:
                 return
             self.number, members = agreed
             before, self._members = self._members, {each.name: each for each in members}
             self._of, own = digest(list(self._members)), self._members[self._name]
             self.place, index = own.place, members.index(own)
-            if self._is_first and self._found is not None and not before:
-                self.board.post(_TOPIC, self._found._replace(have_met=True))
+            if self.found is not None and not before:
+                if self._is_first:
+                    self.board.post(_TOPIC, self.found._replace(have_met=True))
+                self.board.least(f"place/{self.place}", _BY_NEWEST, [-self.found.start, -self.number, _LAUNCHER])
             if self.number > 0:
                 self._post_generation(members, index, is_smaller=bool(before.keys() - self._members.keys()))
                 _report(before, members, self.min_machines)
             self._lost_at_ns, self._why = 0, ""
+
+    def _wait_for_place(self, found: list[Member]) -> None:
+        """Note whether this machine, which is in no generation yet, is one too many now."""
+        if not (members := {each.name for each in admitted(found)}) or self._name in members:
+            self._waits_since_s = math.inf
+            return
+        self._lost_at_ns = 0  # the others need not go on with it
+        if self._waits_since_s == math.inf:
+            self._waits_since_s = time.monotonic()
+            log(f"the job has the {self.max_machines} machines of --nnodes; this one waits for a place")
 
     def _post_generation(self, members: list[Member], index: int, *, is_smaller: bool) -> None:
         """Post the generation of ``members``, of which this is the one with that index, for the ranks."""
