@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore
 from typing_extensions import override
 
-from lockstep.comm.network import gloo_cause
+from lockstep.comm.network import gloo_cause, wait_for_call
 from lockstep.comm.shm.arguments import NEW_NAMES, check
 from lockstep.comm.shm.communicator import NUMBERS, operation_of
 from lockstep.comm.shm.process_group import CpuProcessGroup, ShmProcessGroup, agree, join_shm, share_memory
@@ -130,7 +130,7 @@ class HierarchicalProcessGroup(CpuProcessGroup):
         is_last = self._place == count - 1
         mine = flat[self._place * size : None if is_last else (self._place + 1) * size]
         if mine.numel():
-            self._gloo.allreduce([mine], options).wait()
+            wait_for_call(self._gloo.allreduce([mine], options))
         if size:
             options = _in_this_thread(_AllgatherOptions())
             self._inside_ops.all_gather_single(flat[: count * size], mine[:size], options).wait()
@@ -156,7 +156,7 @@ class HierarchicalProcessGroup(CpuProcessGroup):
         if self._place == 0:
             options = dist.BroadcastOptions()
             options.rootRank = machine
-            self._gloo.broadcast([tensor], options).wait()
+            wait_for_call(self._gloo.broadcast([tensor], options))
         if machine != self._machine:
             self._broadcast_inside(tensor, 0)
 

@@ -112,7 +112,7 @@ def destroy_default_group(*, abort: bool, at_exit: bool, is_cut: bool = False) -
     """
     if not dist.is_initialized():
         return
-    if (abort or at_exit) and not is_cut:
+    if (abort or at_exit) and (not is_cut or network.is_stuck()):
         # Leaked on purpose. Gloo cannot abort: its destructor waits for collectives in flight, up to their timeout
         # (half an hour), and would delay the end of a process whose peer is stuck.
         for group in torch_internals.process_groups():
