@@ -351,7 +351,9 @@ class Recovery:
         report = RecoveryReport(found.number, text, num_bytes, found.why, lost_at_s, seconds)
         reports = all_gather_object(asdict(report), group=group, device=world.device)
         # Only the launcher of the machine of a lost rank knows why.
-        why = "; ".join(dict.fromkeys(each["why"] for each in reports if each["why"]))
+        known = [each["why"].partition("\n") for each in reports if each["why"]]
+        causes = filter(None, dict.fromkeys(cause for _, _, cause in known))
+        why = "\n".join(["; ".join(dict.fromkeys(how for how, _, _ in known)), *causes])
         report = RecoveryReport(**reports[source] | {"why": why})
         if world.local_rank == 0:  # the launcher of each machine keeps account of its ranks
             report.write(launcher_folder())
