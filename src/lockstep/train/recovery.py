@@ -68,6 +68,7 @@ from lockstep.parallel.zero.partition import options_of
 from lockstep.rank_files import Arrival, Generation, RecoveryReport, launcher_folder, withdraw_recovery
 from lockstep.telemetry.heartbeat import num_calls
 from lockstep.telemetry.recorder import Place, end_recoveries, record_recovery
+from lockstep.torch_internals import version_of
 from lockstep.train.skipping import BufferSnapshot
 
 # Size of a message with state.
@@ -241,7 +242,7 @@ class Recovery:
             return
         if buffers := self._current_buffers():
             broadcast_coalesced(buffers, group=self._world.group)
-        self._sent = [buffer._version for buffer in buffers]
+        self._sent = [*map(version_of, buffers)]
         self.refuse_cut()
 
     def refuse_cut(self) -> None:
@@ -301,7 +302,7 @@ class Recovery:
     def _compare(self) -> tuple[list[list[Any]], int, list[int]]:
         """Return what each rank holds, the first rank that is most ahead, and those that lack its state. Collective."""
         world = self._world
-        settled = self._sent == [buffer._version for buffer in self._current_buffers()]
+        settled = self._sent == [*map(version_of, self._current_buffers())]
         mine = [self._has_state, self.step, activity.now.num_steps, settled]
         rows = all_gather_object(mine, group=world.group, device=world.device)
         self.refuse_cut()
@@ -448,7 +449,7 @@ class Changes:
             self._checksum = checksum(self._tensors)
         self._gradient = self._newest_gradient()
         self._accumulates &= self._gradient is not None
-        self._versions = [tensor._version for tensor in self._tensors]
+        self._versions = [*map(version_of, self._tensors)]
         self._options = [copy.deepcopy(options_of(each.param_groups)) for each in self._optimizers.values()]
         self._states = copy.deepcopy([part.state_dict() for part in self._others])
         self._values = None
@@ -461,12 +462,12 @@ class Changes:
     def _newest_gradient(self) -> tuple[int, int] | None:
         """Return what identifies the gradient of the last parameter with one, and its value."""
         gradient = next((each.grad for each in reversed(self._tensors) if each.grad is not None), None)
-        return None if gradient is None else (id(gradient), gradient._version)
+        return None if gradient is None else (id(gradient), version_of(gradient))
 
     @torch.no_grad()
     def undo(self) -> bool:
         """Return to the begin of the block, apart from buffers; return False if there is no way back."""
-        is_changed = self._versions != [tensor._version for tensor in self._tensors]
+        is_changed = self._versions != [*map(version_of, self._tensors)]
         if self._values is not None:
             for tensor, value in zip(self._tensors, self._values, strict=True):
                 tensor.copy_(value)
