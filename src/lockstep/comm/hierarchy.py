@@ -13,10 +13,10 @@ The carriers of a slice sum it once, and the other ranks copy the sum, so all ra
 import json
 import os
 import socket
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore
 from typing_extensions import override
 
+from lockstep import activity
 from lockstep.comm.network import gloo_cause, wait_for_call
 from lockstep.comm.shm.arguments import NEW_NAMES, check
 from lockstep.comm.shm.communicator import NUMBERS, operation_of
@@ -34,6 +35,9 @@ from lockstep.comm.shm.work import OpQueue, ShmWork
 from lockstep.containers import grouped
 from lockstep.errors import CollectiveError, LockstepError
 from lockstep.torch_internals import backend_of, group_of, set_default_timeout, timeout_of
+
+# The groups of each generation have the same objection.
+_log_once = cache(activity.log)
 
 _CPU = torch.device("cpu")
 # Gloo computes these as shared memory does, and they can be done in two stages. Gloo does the others, such as the mean.
@@ -337,7 +341,7 @@ def create_group(options: Any, _: Any = None) -> Any:
         if segment is not None:
             segment.close_file()
         if objection and rank == 0 and size > 1:
-            print(f"lockstep: this group uses Gloo instead of shm: {objection}.", file=sys.stderr)
+            _log_once(f"this group uses Gloo instead of shm: {objection}.")
         return dist.ProcessGroupGloo(options.store, rank, size, timeout=timeout)
     inside = join_shm(segment, inner, ranks, options)
     if len(machines) == 1:
