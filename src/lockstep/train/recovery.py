@@ -122,8 +122,8 @@ class Recovery:
     changed: the loop does the step again. A rank that takes the place of a lost one runs the script from its start, and
     gets the state of the others here, in the constructor: its `step` is theirs. All that the loop needs must be in the
     given parts, or follow from `step` and from the world, whose numbers may change. All micro-batches of an update are
-    in one block. The update should be the last in it: otherwise each block begins with a copy of all parts, as long as
-    it lasts. Process groups of the script's own are gone after a recovery.
+    in one block. What calls collectives, such as an evaluation or `lockstep.save`, comes before the update; otherwise,
+    and if there are several updates, each block begins with a copy of all parts, as long as it lasts. Process groups of the script's own are gone after a recovery.
 
     With `LocalSGD` or `DiLoCo` as the last of the parts, enter no block: each exchange is one; see there.
 
@@ -131,10 +131,12 @@ class Recovery:
 
     Args:
         world: Of `lockstep.init`.
+        step: Number of blocks done before, if the parts were loaded from a checkpoint. Load them first: a rank that
+            takes the place of a lost one gets the newer state of the others here.
         parts: By name: the wrapped model, the optimizer, and anything else with ``state_dict`` and ``load_state_dict``.
 
     Attributes:
-        step: Number of blocks, or of exchanges, completed. Set it before the first block to continue a run.
+        step: Number of blocks, or of exchanges, completed.
         on_rejoined: Called after a recovery.
 
     Raises:
@@ -145,6 +147,7 @@ class Recovery:
         self,
         world: World,
         *,
+        step: int = 0,
         doing: Callable[[], str] | None = None,
         exchanging: LocalSGD | None = None,
         **parts: Stateful,
@@ -156,7 +159,7 @@ class Recovery:
         self._world, self._parts = world, parts
         self._connected = {name: part for name, part in parts.items() if isinstance(part, Connected)}
         self._engines: list[Connected | LocalSGD] = [*self._connected.values(), *own]
-        self.step, self._has_state = 0, not world.is_late
+        self.step, self._has_state = step, not world.is_late
         self._doing = doing or (lambda: f"{'exchange' if own else 'step'} {self.step + 1}")
         self.on_rejoined: Callable[[], None] | None = None
         modules = [module for part in self._connected.values() for module in part.modules_to_restore()]
