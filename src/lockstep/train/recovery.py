@@ -123,7 +123,8 @@ class Recovery:
     gets the state of the others here, in the constructor: its `step` is theirs. All that the loop needs must be in the
     given parts, or follow from `step` and from the world, whose numbers may change. All micro-batches of an update are
     in one block. What calls collectives, such as an evaluation or `lockstep.save`, comes before the update; otherwise,
-    and if there are several updates, each block begins with a copy of all parts, as long as it lasts. Process groups of the script's own are gone after a recovery.
+    and if there are several updates, each block begins with a copy of all parts, as long as it lasts. Process groups of
+    the script's own are gone after a recovery.
 
     With `LocalSGD` or `DiLoCo` as the last of the parts, enter no block: each exchange is one; see there.
 
