@@ -4,6 +4,7 @@ import math
 import os
 import re
 import runpy
+import shutil
 import sys
 from pathlib import Path
 
@@ -42,35 +43,50 @@ def test_workers_do_not_change_what_is_learnt_from_a_mapped_file(tmp_path, monke
     assert ends[0] == ends[1] and len(ends[0]) == 2
 
 
-def test_a_loop_goes_on_with_the_same_bits_when_a_rank_is_killed(tmp_path):
-    """Rank 1 is killed in its 50th update, once; the example itself is not changed."""
-    script = tmp_path / "killed.py"
+def run_killed(example, number, lost):
+    """Run an example on two ranks; rank ``lost`` is killed in its update with this number, once. Return the output."""
+    script = Path("killed.py")
     script.write_text(
-        f"""import os, runpy, signal, sys, torch
+        f"""import os, runpy, signal, sys
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 sys.path.insert(0, {str(EXAMPLES)!r})
 
-class Killed(torch.optim.AdamW):
-    num_steps = 0
-    def step(self, closure=None):
-        self.num_steps += 1
-        if os.environ["RANK"] == os.environ.get("LOST") and self.num_steps == 50 and not os.path.exists("once"):
-            open("once", "w").close()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().step(closure)
+def count(optimizer, *_):
+    global num_steps
+    num_steps += 1
+    if os.environ["RANK"] == os.environ.get("LOST") and num_steps == {number} and not os.path.exists("once"):
+        open("once", "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
 
-torch.optim.AdamW = Killed
-runpy.run_path({str(EXAMPLES / "recovery_script.py")!r}, run_name="__main__")
+num_steps = 0
+register_optimizer_step_pre_hook(count)
+runpy.run_path({str(EXAMPLES / example)!r}, run_name="__main__")
 """
     )
-    found = []
-    for lost in ("", "1"):
-        environ = {**os.environ, "LOST": lost}
-        done = commands.lockstep("run", "--devices", "2", "--max-restarts", "3", str(script), env=environ)
-        assert done.code == 0, done.err
-        assert ("rank 1 was killed" in done.err) == bool(lost) and "restart" not in done.err
-        assert len(re.findall(r"rank \d is process", done.out)) == 2 + bool(lost)
-        found.append(re.search(r"([\d.]+)% right, sum of the weights (\S+)", done.out).groups())
+    environ = {**os.environ, "LOST": lost}
+    done = commands.lockstep("run", "--devices", "2", "--max-restarts", "3", str(script), env=environ)
+    assert done.code == 0, done.err
+    assert ("rank 1 was killed" in done.err) == bool(lost) and "restart" not in done.err
+    assert len(re.findall(r"rank \d is process", done.out)) == 2 + bool(lost)
+    return done.out
+
+
+def test_a_loop_goes_on_with_the_same_bits_when_a_rank_is_killed():
+    outputs = [run_killed("recovery_script.py", 50, lost) for lost in ("", "1")]
+    found = [re.search(r"([\d.]+)% right, sum of the weights (\S+)", out).groups() for out in outputs]
     assert found[0] == found[1] and float(found[0][0]) > 97
+
+
+def test_a_loop_with_two_updates_goes_on_when_a_rank_is_killed_and_from_its_checkpoint():
+    """Rank 1 is killed between the two updates of a step; the second run begins at a checkpoint of the first."""
+    found = []
+    for lost in ("1", "", ""):
+        out = run_killed("recovery_gan.py", 122, lost)
+        found.append(re.search(r"after step (\d+): the mean images differ by ([\d.]+), (sum .*)", out).groups())
+        if not found[1:]:
+            shutil.rmtree("runs")
+    assert [int(start) for start, *_ in found] == [0, 0, 100]
+    assert len({tuple(rest) for _, *rest in found}) == 1 and float(found[0][1]) < 0.12
 
 
 @pytest.mark.soak
