@@ -125,7 +125,8 @@ class RankReplacement:
 
     def _in(self, *parts: Part) -> set[int]:
         """Return the processes that have one of these parts."""
-        complete = rank_files.complete_processes(self.folder)  # a later training in it is not
+        # Not for good: the process may begin another training.
+        complete = rank_files.complete_processes(self.folder)
         parts_now = {pid: Part.COMPLETE if pid in complete else each.part for pid, each in self.processes.items()}
         return {pid for pid, part in parts_now.items() if part in parts}
 
@@ -181,7 +182,7 @@ class RankReplacement:
     @property
     def settled_ranks(self) -> set[int]:
         """The ranks of this machine that hold the state of the run."""
-        return {self.processes[pid].rank for pid in self._in(Part.WHOLE)}
+        return {self.processes[pid].rank for pid in self._in(Part.WHOLE, Part.COMPLETE)}
 
     def replace(self, lost: list[RankExit], pids: dict[int, int]) -> dict[int, SubprocessHandler]:
         """Give the places of lost ranks to others, and post the next generation; return the new processes by rank.
