@@ -50,8 +50,9 @@ def main(folder: Path) -> None:
             critic.load_state_dict(state["critic"])
             judge.load_state_dict(state["judge"])
             start = state["step"]
-        recovery = lockstep.Recovery(world, critic=critic, generator=generator, judge=judge, make=make)
-        recovery.step = recovery.step or start  # a rank that takes the place of a lost one has the step of the others
+        parts = {"critic": critic, "generator": generator, "judge": judge, "make": make}
+        # A rank that takes the place of a lost one gets the step and the parts of the others here.
+        recovery = lockstep.Recovery(world, step=start, **parts)
         while recovery.step < NUM_STEPS:
             # Two updates: from the second block on, each begins with a copy of all parts.
             with recovery.attempt():

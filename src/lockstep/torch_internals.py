@@ -519,6 +519,11 @@ def set_num_processes(context: Any, number: int) -> None:
     context.nprocs, context._running_local_ranks = number, set(range(number))
 
 
+def set_restarts_left(agent: Any, number: int) -> None:
+    """Make an agent of torch elastic restart its ranks only so often from now on. Without it: as often as at first."""
+    agent._remaining_restarts = number
+
+
 def _nothing(*_: Any, **__: Any) -> None:
     pass
 

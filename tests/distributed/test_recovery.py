@@ -213,6 +213,56 @@ def test_loader_processes_and_virtual_shards(run_task):
     assert len(lines) == 4 and not any("restart" in line for line in lines)
 
 
+def test_a_killed_loader_process_costs_its_rank_only(run_task):
+    undisturbed, _ = run_task("", "--workers", "2")
+    found, lines = run_task("sample77@0", "--workers", "2")
+    assert found == undisturbed
+    assert len(lines) == 2 and "LoaderDied: A loader process of rank 0 died" in lines[0] and "is back" in lines[1]
+
+
+def test_what_ended_a_rank_is_shown_and_kept(run_task, tmp_path):
+    folder = tmp_path / "record"
+    _, lines = run_task("before3@1", "--run-dir", folder, "--log-dir", tmp_path / "logs", BY="SIGSEGV")
+    assert len(lines) == 2 and not any("restart" in line for line in lines)
+    (text,) = [event.text for event in read_run(folder).events if event.event == "recovery"]
+    assert "was killed by SIGSEGV" in text and 'task.py", line ' in text and "in lose" in text
+    assert any("in lose" in path.read_text() for path in (tmp_path / "logs").rglob("*") if path.is_file())
+
+
+def test_restarts_and_replacements_together_are_no_more_than_allowed(run_script, tmp_path):
+    once = tmp_path / "once"
+    environ = {**os.environ, "FAULTS": "step7@1 step12@1", "ONCE": str(once)}
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.replace('lose(f"step{step}")', 'lose(f"step{step}"), 1 / (15 - step)'))
+    done = run_lockstep("run", "--devices", "2", "--max-restarts", "3", script, "shm", env=environ)
+    assert done.code == 1
+    assert done.err.count("is back") == 2
+    assert re.findall(r"restart \d of \d", done.err) == ["restart 3 of 3"]
+    assert "Before that, 2 lost ranks were replaced" in done.err
+
+
+END_SERVER = """
+import lockstep, psutil
+
+def end_server():
+    for each in psutil.Process(os.getppid()).children():
+        if "fork server" in " ".join(each.cmdline()):
+            each.kill()
+            return time.sleep(0.5)
+    raise AssertionError("there is none")
+"""
+
+
+def test_the_process_that_forks_ranks_is_started_again(run_script, tmp_path):
+    undisturbed, _ = run_script("shm")
+    body = SCRIPT.replace('lose(f"step{step}")', 'step == 3 and world.rank == 0 and end_server(), lose(f"step{step}")')
+    (tmp_path / "train.py").write_text(body.replace("import lockstep\n", END_SERVER, 1))
+    found, lines = run_script("shm", "step17@1")
+    assert found == undisturbed
+    assert "lockstep: the process that forks ranks has ended; another one is started" in lines
+    assert len([line for line in lines if "is back" in line]) == 1
+
+
 STREAM = """
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):

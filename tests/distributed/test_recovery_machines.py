@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -10,6 +11,8 @@ import time
 import psutil
 import pytest
 
+from tests.distributed import commands
+from tests.distributed.test_recovery import TASK
 from tests.two_machines import two_machines
 
 pytest.importorskip("torchft", reason="the extra `recovery` is not installed")
@@ -289,3 +292,36 @@ def test_a_machine_that_was_replaced_ends(machines, tmp_path):
         rows, errors, codes = ends(processes)
     assert codes == [0, 0], errors
     assert [row[:3] for row in rows] == [(str(rank), "4", "1200") for rank in range(4)]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(200)
+def test_a_stop_after_a_replacement_on_the_other_machine_is_saved(machines, tmp_path):
+    call = "lockstep.fit(task, epochs=10**6, checkpoint=sys.argv[1], checkpoint_every=10**6)"
+    (tmp_path / "task.py").write_text(f"{TASK}\nimport sys\nif __name__ == '__main__':\n    {call}\n")
+    where = ["--nnodes", "2", "--master-addr", "10.78.0.1", "--max-restarts", "5", "--devices", "1"]
+    environ = {**os.environ, "FAULTS": "before300@1", "ONCE": str(tmp_path / "once")}
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context((tmp_path / f"err{index}").open("wb")) for index in range(2)]
+        started = [
+            commands.start(
+                *("run", *where, "--node-rank", str(index), str(tmp_path / "task.py"), str(tmp_path / "kept")),
+                network=machines.names[index],
+                stdout=subprocess.DEVNULL,
+                stderr=files[index],
+                env=environ,
+            )
+            for index in range(2)
+        ]
+        stack.enter_context(all_ended(started))
+        deadline = time.monotonic() + 90
+        while "is back" not in (tmp_path / "err1").read_text() and time.monotonic() < deadline:
+            assert started[1].poll() is None, (tmp_path / "err1").read_text()
+            time.sleep(0.05)
+        time.sleep(0.5)
+        for process in started:
+            process.send_signal(signal.SIGTERM)
+        codes = [process.wait(60) for process in started]
+    texts = [(tmp_path / f"err{index}").read_text() for index in range(2)]
+    assert codes == [75, 75], texts
+    assert all("saved in" in text and "is back" in text for text in texts), texts

@@ -221,7 +221,7 @@ def handler(*_):
 @pytest.mark.parametrize("chosen", [handler, HandlerObject(), partial(handler, 1)])
 def test_the_error_of_a_signal_handler_in_a_wait_is_not_one_of_the_collective(chosen):
     class Work:
-        def wait(self, _timeout):
+        def wait(self, _timeout=None):
             signal.raise_signal(signal.SIGALRM)
 
     before = signal.signal(signal.SIGALRM, chosen)

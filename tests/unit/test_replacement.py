@@ -85,13 +85,12 @@ def test_a_new_rank_has_the_state_when_the_recovery_is_complete(replacement, tmp
 
 
 def test_a_step_in_which_ranks_are_lost_again_and_again_is_to_blame(replacement):
-    for _ in range(2):
-        assert replacement.why_not([lost(1, step=6)], {12}) is None
-        replacement.replace([lost(1, step=6)], {1: 12})
+    for pid in (12, 22):
+        assert replacement.why_not([lost(1, step=6)], {pid}) is None
+        replacement.replace([lost(1, step=6)], {1: pid})
         replacement.most += 1
-        replacement.ranks = {11: 0, 12: 1, 13: 2}
-    assert replacement.why_not([lost(1, step=7)], {12}) is None
-    assert replacement.why_not([lost(1, step=6)], {12}) == (
+    assert replacement.why_not([lost(1, step=7)], {22}) is None
+    assert replacement.why_not([lost(1, step=6)], {22}) == (
         "3 times ranks were lost in step 7: its samples or its code may be to blame"
     )
 
@@ -101,3 +100,43 @@ def test_the_files_of_a_lost_rank_are_removed(tmp_path):
     FailureRecord("ValueError: boom").write(tmp_path, 1)
     rank_files.forget_rank(tmp_path, 1, os.getpid())
     assert rank_files.recovering_processes(tmp_path) == set() and FailureRecord.read_all(tmp_path) == {}
+
+
+def test_a_rank_whose_loader_process_was_killed_is_lost(replacement):
+    for message in (
+        "LoaderDied: A loader process of rank 1 died: DataLoader worker (pid 7) is killed by signal: Killed.",
+        "RuntimeError: DataLoader worker (pid(s) 7) exited unexpectedly",
+    ):
+        assert replacement.why_not([RankExit(1, 1, FailureRecord(message=message))], {12}) is None
+    assert replacement.why_not([RankExit(1, 1, FailureRecord(message="RuntimeError: boom"))], {12}) == ""
+
+
+class Machines:
+    """The machines of a job, which have come together or not."""
+
+    number = 3
+
+    def __init__(self, have_met):
+        self.have_met = lambda: have_met
+
+    def replaced(self, pids, at_ns, why):
+        self.pids = pids
+
+
+def test_the_state_may_be_on_another_machine(tmp_path):
+    # The only rank of this machine takes a place, and is killed before it has announced itself.
+    replacement = RankReplacement(tmp_path, {11: 1}, 4, lambda rank, *_: Started(21), Started)
+    rank_files.announce_recovery(tmp_path, 11)
+    replacement.machines = Machines(True)
+    assert replacement.why_not([lost(1)], {11}) is None
+    replacement.replace([lost(1)], {1: 11})
+    assert replacement.machines.pids == [21] and replacement.settled_ranks == set()
+    assert replacement.why_not([lost(1)], {21}) is None
+    # Each machine has the report, in the generation that it has come to.
+    Generation(3, {21: 1}, 2, node_rank=1, num_nodes=2).post(tmp_path)
+    RecoveryReport(3, "back", 8).write(tmp_path)
+    replacement.poll()
+    assert replacement.settled_ranks == {1}
+    replacement.machines = Machines(False)
+    rank_files.announce_recovery(tmp_path, 21)
+    assert replacement.why_not([lost(1)], {21}) == "the machines have not come together at a lighthouse"

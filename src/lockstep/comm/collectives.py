@@ -20,7 +20,7 @@ from torch.futures import Future
 
 from lockstep import activity, torch_internals
 from lockstep.comm.hierarchy import HierarchicalProcessGroup, start_exchange, sum_rows
-from lockstep.comm.network import gloo_cause, listening, note_links
+from lockstep.comm.network import gloo_cause, listening, note_links, wait_for_call
 from lockstep.comm.process import make_forks_safe
 from lockstep.comm.shm.ops import CommonMemory, Pieces
 from lockstep.comm.shm.process_group import CpuProcessGroup, ShmProcessGroup
@@ -235,8 +235,7 @@ def _blocking(operation: str, start: Callable[[], Any]) -> Any:
     """Start a collective and wait for it. Some groups run it already in the call that starts it."""
     try:
         with counted_wait(operation):
-            handle = start()
-            return handle.wait() if isinstance(handle, Future) else handle.wait(NO_TIMEOUT)
+            return wait_for_call(start())
     except RuntimeError as error:  # errors of Gloo and NCCL name a socket, but no rank
         if isinstance(error, LockstepError) or is_of_signal_handler(error):
             raise

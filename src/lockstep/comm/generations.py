@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from lockstep import activity, rank_files
-from lockstep.comm.network import cut_links
+from lockstep.comm import network
 from lockstep.comm.rendezvous import JOINS, poll_interval_s, poll_until
 from lockstep.comm.shm.process_group import CpuProcessGroup
 from lockstep.comm.store import open_store
@@ -76,7 +76,7 @@ class Membership:
         assert folder is not None, "only processes of our launcher have one"
         self._world, self._folder, self._arrival = world, folder, arrival
         self.number = 0
-        Membership.is_used = True
+        Membership.is_used = network.may_cut = True
         self._cut, self._lock = 0, threading.Lock()
         self._ends, self._is_apart, self._has_announced = threading.Event(), False, False
         world.is_cut, world.leave = lambda: self.is_cut, self.close
@@ -109,7 +109,6 @@ class Membership:
 
     def depart(self) -> None:
         """Leave the groups as they are until the next attempt, if ranks train alone until then."""
-        # Gloo can miss that a connection is cut in the moment in which a call on it begins, and wait for ever.
         self._is_apart = self._arrival is not None
 
     @property
@@ -260,7 +259,7 @@ class _Superseded(Exception):
 
 def interrupt_groups() -> None:
     """Make all calls on the process groups of this process fail, also those that other threads are in."""
-    cut_links()
+    network.cut_links()
     for group in process_groups():
         if isinstance(group, CpuProcessGroup):
             group.interrupt()

@@ -13,10 +13,10 @@ The carriers of a slice sum it once, and the other ranks copy the sum, so all ra
 import json
 import os
 import socket
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ from torch import Tensor
 from torch.distributed import PrefixStore
 from typing_extensions import override
 
-from lockstep.comm.network import gloo_cause
+from lockstep import activity
+from lockstep.comm.network import gloo_cause, wait_for_call
 from lockstep.comm.shm.arguments import NEW_NAMES, check
 from lockstep.comm.shm.communicator import NUMBERS, operation_of
 from lockstep.comm.shm.process_group import CpuProcessGroup, ShmProcessGroup, agree, join_shm, share_memory
@@ -34,6 +35,9 @@ from lockstep.comm.shm.work import OpQueue, ShmWork
 from lockstep.containers import grouped
 from lockstep.errors import CollectiveError, LockstepError
 from lockstep.torch_internals import backend_of, group_of, set_default_timeout, timeout_of
+
+# The groups of each generation have the same objection.
+_log_once = cache(activity.log)
 
 _CPU = torch.device("cpu")
 # Gloo computes these as shared memory does, and they can be done in two stages. Gloo does the others, such as the mean.
@@ -130,7 +134,7 @@ class HierarchicalProcessGroup(CpuProcessGroup):
         is_last = self._place == count - 1
         mine = flat[self._place * size : None if is_last else (self._place + 1) * size]
         if mine.numel():
-            self._gloo.allreduce([mine], options).wait()
+            wait_for_call(self._gloo.allreduce([mine], options))
         if size:
             options = _in_this_thread(_AllgatherOptions())
             self._inside_ops.all_gather_single(flat[: count * size], mine[:size], options).wait()
@@ -156,7 +160,7 @@ class HierarchicalProcessGroup(CpuProcessGroup):
         if self._place == 0:
             options = dist.BroadcastOptions()
             options.rootRank = machine
-            self._gloo.broadcast([tensor], options).wait()
+            wait_for_call(self._gloo.broadcast([tensor], options))
         if machine != self._machine:
             self._broadcast_inside(tensor, 0)
 
@@ -337,7 +341,7 @@ def create_group(options: Any, _: Any = None) -> Any:
         if segment is not None:
             segment.close_file()
         if objection and rank == 0 and size > 1:
-            print(f"lockstep: this group uses Gloo instead of shm: {objection}.", file=sys.stderr)
+            _log_once(f"this group uses Gloo instead of shm: {objection}.")
         return dist.ProcessGroupGloo(options.store, rank, size, timeout=timeout)
     inside = join_shm(segment, inner, ranks, options)
     if len(machines) == 1:

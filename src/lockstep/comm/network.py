@@ -1,16 +1,21 @@
 """The network: Gloo's interface, the limit of open sockets, keepalive probes for dead links, and bytes sent."""
 
 import json
+import math
 import os
 import re
 import resource
 import socket
 import struct
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 import psutil
+import torch.distributed as dist
+from torch.futures import Future
 
 from lockstep.env import is_loopback
 from lockstep.errors import ConfigurationError
@@ -168,6 +173,10 @@ def gloo_cause(error: Exception) -> str:
 # Host and port at which Gloo listens for a group, on each of its ranks. Every connection of the group leads to one of
 # them, and no other connection does, whichever thread of this process opens it, and when.
 _links: set[tuple[str, int]] = set()
+# Whether they may be cut, and when that was done to those of the present groups.
+may_cut, _cut_at_s = False, math.inf
+# How often a call looks for that, and how long it may take to fail then.
+_LOOK_S, _FAILS_S = 1.0, 3.0
 _LISTENS = socket.SOL_SOCKET, socket.SO_ACCEPTCONN
 
 
@@ -186,6 +195,8 @@ def note_links(before: set[tuple[str, int]], store: Any, rank: int, size: int) -
         rank: This rank in the group.
         size: The number of its ranks.
     """
+    global _cut_at_s
+    _cut_at_s = math.inf
     store.set(str(rank), json.dumps([*(listening() - before)]))
     for found in store.multi_get([*map(str, range(size))]):
         _links.update(map(_end, json.loads(found)))
@@ -200,12 +211,36 @@ def cut_links() -> None:
 
     Gloo cannot abort: a call waits for a rank that is alive and has left the call, until its timeout.
     """
-    links = set(_links)
+    global _cut_at_s
+    links, _cut_at_s = set(_links), min(_cut_at_s, time.monotonic())
     for each in open_sockets():
         with suppress(OSError):  # the other end is gone; or it listens, and to shut that down would abort the process
             if links & {_end(each.getpeername()), _end(each.getsockname())}:
                 each.shutdown(socket.SHUT_RDWR)
     _links.difference_update(links)
+
+
+def is_stuck() -> bool:
+    """Return whether a call on the present groups that is not over will never be.
+
+    Gloo does not notice the end of a connection if the first write of a call finds it.
+    """
+    return time.monotonic() - _cut_at_s > _FAILS_S
+
+
+def wait_for_call(handle: Any) -> Any:
+    """Wait for a work or a future as its ``wait()`` does, but not for one that is stuck; see `is_stuck`.
+
+    Raises:
+        RuntimeError: It failed, or is stuck. Its group must not be destroyed then: Gloo would wait for it.
+    """
+    if may_cut and type(handle) in (dist.Work, Future):  # not our own work, which fails when its group is interrupted
+        done = threading.Event()
+        (handle.get_future() if isinstance(handle, dist.Work) else handle).add_done_callback(lambda _: done.set())
+        while not done.wait(_LOOK_S):
+            if is_stuck():
+                raise RuntimeError("a rank was lost")
+    return handle.wait()
 
 
 # --- what was sent ----------------------------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ def destroy_default_group(*, abort: bool, at_exit: bool, is_cut: bool = False) -
     """
     if not dist.is_initialized():
         return
-    if (abort or at_exit) and not is_cut:
+    if (abort or at_exit) and (not is_cut or network.is_stuck()):
         # Leaked on purpose. Gloo cannot abort: its destructor waits for collectives in flight, up to their timeout
         # (half an hour), and would delay the end of a process whose peer is stuck.
         for group in torch_internals.process_groups():
@@ -170,23 +170,10 @@ def form_group(
         os.environ[network.GLOO_INTERFACE] = interface
         # Only at the end of the world, since groups that are created later also need it.
         undo.callback(os.environ.pop, network.GLOO_INTERFACE, None)
-    limit_s = default_pg_timeout.total_seconds() if _keeps_timeout(backend) else timeout_s
-    if "gloo" in backend or backend == "shm":  # on several machines, shm also connects over Gloo
-        limit_s /= _GLOO_CONNECT_FACTOR
-    connecting, limit = timedelta(seconds=limit_s), torch_internals.default_timeout(dist.Backend(backend))
     before, connected = network.listening(), Future[None]()
+    limit = torch_internals.default_timeout(dist.Backend(backend))
     try:
-        # Connects NCCL now, so that no collective has to guess the device. With other backends, torch would later
-        # refuse groups over Gloo, which does not support their devices.
-        bound = device if device.type == "cuda" and "nccl" in _names(backend) else None
-        dist.init_process_group(
-            backend,
-            store=PrefixStore("group", store),
-            rank=env.rank,
-            world_size=env.world_size,
-            timeout=connecting,
-            device_id=bound if is_over is None else None,
-        )
+        bound = _connect(env, PrefixStore("group", store), backend, device, timeout_s, binds=is_over is None)
         group = dist.group.WORLD
         assert group is not None
         if "gloo" in backend_name(group):
@@ -218,6 +205,29 @@ def form_group(
     elif not _keeps_timeout(backend):
         torch_internals.set_timeout(limit)
     return group
+
+
+def _connect(
+    env: RankEnv, store: dist.Store, backend: str, device: torch.device, timeout_s: float, *, binds: bool = True
+) -> torch.device | None:
+    """Create the group; connect NCCL if ``binds``. Return the device that its collectives are on, if they need to know.
+
+    Otherwise a collective would have to guess it. With other backends than NCCL, torch would later refuse groups over
+    Gloo, which does not support their devices.
+    """
+    limit_s = default_pg_timeout.total_seconds() if _keeps_timeout(backend) else timeout_s
+    if "gloo" in backend or backend == "shm":  # on several machines, shm also connects over Gloo
+        limit_s /= _GLOO_CONNECT_FACTOR
+    bound = device if device.type == "cuda" and "nccl" in _names(backend) else None
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=env.rank,
+        world_size=env.world_size,
+        timeout=timedelta(seconds=limit_s),
+        device_id=bound if binds else None,
+    )
+    return bound
 
 
 def _names(backend: str) -> list[str]:

@@ -290,6 +290,8 @@ class Agent(LocalElasticAgent):
             if reason:
                 log(f"the ranks cannot go on in place: {reason}")
             return True
+        if self.job.log_tail is not None:
+            self.job.log_tail.keep({exit.rank: exit.record.trace for exit in lost})
         new = replacement.replace(lost, pids)
         handlers = {handler.proc.pid: handler for handler in (*ranks.subprocess_handlers.values(), *new.values())}
         by_rank = sorted(replacement.ranks, key=replacement.ranks.__getitem__)
@@ -303,6 +305,7 @@ class Agent(LocalElasticAgent):
         ranks.watch(handler.proc.pid for handler in new.values())
         self.num_failures += len(lost)
         self.job.num_restarts_left -= len(lost)
+        torch_internals.set_restarts_left(self, self.job.num_restarts_left)
         self.job.num_replaced += len(lost)
         return False
 

@@ -306,6 +306,19 @@ def how_it_ended(exit: RankExit) -> str:
     return " ".join(filter(None, (f"rank {exit.rank}", _in_a_line(exit), exit.record.in_step)))
 
 
+# So many lines of a traceback are shown while the others go on; its log has all of it.
+_NUM_LINES = 8
+
+
+def why_lost(exit: RankExit) -> str:
+    """Return what is known of the cause, for a rank that is replaced: the end of its traceback, or advice."""
+    # A fatal signal leaves the stacks of all threads, each with the innermost call first.
+    trace = exit.record.trace[max(0, exit.record.trace.find(_CURRENT)) :].splitlines()
+    trace = trace[-_NUM_LINES:] if exit.record.message else trace[:_NUM_LINES]
+    gives_advice = exit.likely == "short of memory" or exit.exit_code == -signal.SIGBUS
+    return "\n".join(trace + headline(exit).splitlines()[1:] * gives_advice)
+
+
 def rank_lines(exits: list[RankExit], ranks: Iterable[int]) -> str:
     """Return a line for each of ``ranks``."""
     known = {exit.rank: exit for exit in exits}

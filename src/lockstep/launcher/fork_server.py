@@ -37,6 +37,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
+from lockstep.activity import log
 from lockstep.env import usable_cores
 from lockstep.launcher import bootstrap
 
@@ -139,6 +140,15 @@ class ForkServer:
         if "OMP_NUM_THREADS" in ours:
             theirs["OMP_NUM_THREADS"] = ours["OMP_NUM_THREADS"]
         return theirs != ours
+
+    def restart_if_ended(self) -> None:
+        """Start another server if this one was killed: without one, a new rank takes seconds to import torch."""
+        if self._process.poll() is not None:
+            log("the process that forks ranks has ended; another one is started")
+            self._connection.close()
+            other = _interpreter()
+            self._connection, self._process, self._environ = other._connection, other._process, other._environ
+            self.preload(["torch.distributed", OPTIMIZER])
 
     def close(self) -> None:
         """End the server; ranks are not ended."""

@@ -240,7 +240,12 @@ class LogTail:
                     self._take(key.data, "\n")
             self._take_due(final=True)
             self._write()
-            for rank, trace in (traces or {}).items():
+        self.keep(traces or {})
+
+    def keep(self, traces: Mapping[int, str]) -> None:
+        """Add tracebacks of ranks, by rank, to their files."""
+        with self._lock:
+            for rank, trace in traces.items():
                 for line in trace.splitlines():
                     self._keep(rank, line)
 

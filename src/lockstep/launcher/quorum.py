@@ -458,7 +458,8 @@ def _report(before: dict[str, Member], members: list[Member], min_machines: int)
     lost = [f"machine {each.host} was lost" for name, each in before.items() if name not in now]
     # A machine that joins knows nothing of those before.
     came = [f"machine {each.host} joins" for each in members if before and each.name not in before]
-    go_on = f"{format_ranks(range(sum(each.num_ranks for each in members)))} go on"
+    num_ranks = sum(each.num_ranks for each in members)
+    go_on = f"{format_ranks(range(num_ranks))} {'goes' if num_ranks == 1 else 'go'} on"
     if len(members) < min_machines:
         go_on = f"the ranks wait for {min_machines - len(members)} more of --nnodes"
     for text in lost + came:

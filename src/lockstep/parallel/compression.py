@@ -55,7 +55,7 @@ from typing_extensions import override
 from lockstep.accelerator import is_capturing, recorded_event, start_thread, synchronize
 from lockstep.comm.collectives import Group, Work, all_reduce_work, cpu_group, is_native, wait_for, wait_for_transfer
 from lockstep.comm.hierarchy import HierarchicalProcessGroup, start_exchange
-from lockstep.comm.network import gloo_cause
+from lockstep.comm.network import gloo_cause, wait_for_call
 from lockstep.comm.shm.communicator import block_codec
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError, is_of_signal_handler
 from lockstep.parallel.ddp.buckets import Bucket, BucketSet
@@ -551,7 +551,7 @@ class CompressedMean(BucketReduction):
 
     @override
     def finish(self, bucket: Bucket, future: Future[Any]) -> None:
-        future.wait()
+        wait_for_call(future)
         if bucket in self._on_host:
             bucket.payload.copy_(self._on_host.pop(bucket), non_blocking=True)
         if self._hierarchy is not None and is_compressible(bucket):

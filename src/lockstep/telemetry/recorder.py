@@ -269,7 +269,9 @@ def record_recovery(report: RecoveryReport, place: Place, num_missed: int, *, jo
         joins: Whether this process took the place of a lost rank; then it is also in a record that is created later.
     """
     global _joined
-    text = "; ".join(filter(None, (report.why, report.text, f"{report.num_bytes:,} bytes copied")))
+    how, _, cause = report.why.partition("\n")
+    text = "; ".join(filter(None, (how, report.text, f"{report.num_bytes:,} bytes copied")))
+    text = "\n".join(filter(None, (text, cause)))
     event = Event(event="recovery", step=0, time=report.lost_at_s, seconds=report.seconds, text=text)
     _joined = event if joins else _joined
     for each in _recorders:

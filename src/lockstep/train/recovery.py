@@ -68,6 +68,7 @@ from lockstep.parallel.zero.partition import options_of
 from lockstep.rank_files import Arrival, Generation, RecoveryReport, launcher_folder, withdraw_recovery
 from lockstep.telemetry.heartbeat import num_calls
 from lockstep.telemetry.recorder import Place, end_recoveries, record_recovery
+from lockstep.torch_internals import version_of
 from lockstep.train.skipping import BufferSnapshot
 
 # Size of a message with state.
@@ -121,8 +122,9 @@ class Recovery:
     changed: the loop does the step again. A rank that takes the place of a lost one runs the script from its start, and
     gets the state of the others here, in the constructor: its `step` is theirs. All that the loop needs must be in the
     given parts, or follow from `step` and from the world, whose numbers may change. All micro-batches of an update are
-    in one block. The update should be the last in it: otherwise each block begins with a copy of all parts, as long as
-    it lasts. Process groups of the script's own are gone after a recovery.
+    in one block. What calls collectives, such as an evaluation or `lockstep.save`, comes before the update; otherwise,
+    and if there are several updates, each block begins with a copy of all parts, as long as it lasts. Process groups of
+    the script's own are gone after a recovery.
 
     With `LocalSGD` or `DiLoCo` as the last of the parts, enter no block: each exchange is one; see there.
 
@@ -130,10 +132,12 @@ class Recovery:
 
     Args:
         world: Of `lockstep.init`.
+        step: Number of blocks done before, if the parts were loaded from a checkpoint. Load them first: a rank that
+            takes the place of a lost one gets the newer state of the others here.
         parts: By name: the wrapped model, the optimizer, and anything else with ``state_dict`` and ``load_state_dict``.
 
     Attributes:
-        step: Number of blocks, or of exchanges, completed. Set it before the first block to continue a run.
+        step: Number of blocks, or of exchanges, completed.
         on_rejoined: Called after a recovery.
 
     Raises:
@@ -144,6 +148,7 @@ class Recovery:
         self,
         world: World,
         *,
+        step: int = 0,
         doing: Callable[[], str] | None = None,
         exchanging: LocalSGD | None = None,
         **parts: Stateful,
@@ -155,7 +160,7 @@ class Recovery:
         self._world, self._parts = world, parts
         self._connected = {name: part for name, part in parts.items() if isinstance(part, Connected)}
         self._engines: list[Connected | LocalSGD] = [*self._connected.values(), *own]
-        self.step, self._has_state = 0, not world.is_late
+        self.step, self._has_state = step, not world.is_late
         self._doing = doing or (lambda: f"{'exchange' if own else 'step'} {self.step + 1}")
         self.on_rejoined: Callable[[], None] | None = None
         modules = [module for part in self._connected.values() for module in part.modules_to_restore()]
@@ -241,7 +246,7 @@ class Recovery:
             return
         if buffers := self._current_buffers():
             broadcast_coalesced(buffers, group=self._world.group)
-        self._sent = [buffer._version for buffer in buffers]
+        self._sent = [*map(version_of, buffers)]
         self.refuse_cut()
 
     def refuse_cut(self) -> None:
@@ -301,7 +306,7 @@ class Recovery:
     def _compare(self) -> tuple[list[list[Any]], int, list[int]]:
         """Return what each rank holds, the first rank that is most ahead, and those that lack its state. Collective."""
         world = self._world
-        settled = self._sent == [buffer._version for buffer in self._current_buffers()]
+        settled = self._sent == [*map(version_of, self._current_buffers())]
         mine = [self._has_state, self.step, activity.now.num_steps, settled]
         rows = all_gather_object(mine, group=world.group, device=world.device)
         self.refuse_cut()
@@ -351,7 +356,9 @@ class Recovery:
         report = RecoveryReport(found.number, text, num_bytes, found.why, lost_at_s, seconds)
         reports = all_gather_object(asdict(report), group=group, device=world.device)
         # Only the launcher of the machine of a lost rank knows why.
-        why = "; ".join(dict.fromkeys(each["why"] for each in reports if each["why"]))
+        known = [each["why"].partition("\n") for each in reports if each["why"]]
+        causes = filter(None, dict.fromkeys(cause for _, _, cause in known))
+        why = "\n".join(["; ".join(dict.fromkeys(how for how, _, _ in known)), *causes])
         report = RecoveryReport(**reports[source] | {"why": why})
         if world.local_rank == 0:  # the launcher of each machine keeps account of its ranks
             report.write(launcher_folder())
@@ -446,7 +453,7 @@ class Changes:
             self._checksum = checksum(self._tensors)
         self._gradient = self._newest_gradient()
         self._accumulates &= self._gradient is not None
-        self._versions = [tensor._version for tensor in self._tensors]
+        self._versions = [*map(version_of, self._tensors)]
         self._options = [copy.deepcopy(options_of(each.param_groups)) for each in self._optimizers.values()]
         self._states = copy.deepcopy([part.state_dict() for part in self._others])
         self._values = None
@@ -459,12 +466,12 @@ class Changes:
     def _newest_gradient(self) -> tuple[int, int] | None:
         """Return what identifies the gradient of the last parameter with one, and its value."""
         gradient = next((each.grad for each in reversed(self._tensors) if each.grad is not None), None)
-        return None if gradient is None else (id(gradient), gradient._version)
+        return None if gradient is None else (id(gradient), version_of(gradient))
 
     @torch.no_grad()
     def undo(self) -> bool:
         """Return to the begin of the block, apart from buffers; return False if there is no way back."""
-        is_changed = self._versions != [tensor._version for tensor in self._tensors]
+        is_changed = self._versions != [*map(version_of, self._tensors)]
         if self._values is not None:
             for tensor, value in zip(self._tensors, self._values, strict=True):
                 tensor.copy_(value)

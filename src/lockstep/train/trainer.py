@@ -286,6 +286,7 @@ class Trainer:
             new.reducer.observers += [each for each in old.reducer.observers if isinstance(each, BucketStamps)]
             if old.kept is not None:
                 new.load_compression_state_dict(old.kept)
+                new.kept = old.kept
 
     def modules_to_restore(self) -> list[nn.Module]:
         """Return the modules whose buffers change in a step."""

@@ -14,6 +14,7 @@ from typing_extensions import override
 from lockstep.accelerator import upload, widest_dtype
 from lockstep.comm import collectives
 from lockstep.comm.collectives import Group, all_reduce, all_reduce_work, empty_buffer
+from lockstep.comm.network import wait_for_call
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.ddp.buckets import Bucket, BucketSet
 from lockstep.parallel.flat import cut_views
@@ -85,7 +86,7 @@ class AllReduceMean(BucketReduction):
 
     @override
     def finish(self, bucket: Bucket, future: Future[Any]) -> None:
-        future.wait()
+        wait_for_call(future)
 
 
 # --- in a narrower dtype; other compression is in ../compression.py ---------------------------------------------------
@@ -129,7 +130,7 @@ class CastAllReduce(BucketReduction):
     @override
     @torch.no_grad()
     def finish(self, bucket: Bucket, future: Future[Any]) -> None:
-        future.wait()
+        wait_for_call(future)
         if is_compressible(bucket):
             bucket.payload.copy_(self._buffers[bucket])
 
@@ -202,7 +203,7 @@ class CommHookReduction(BucketReduction):
 
     @override
     def finish(self, bucket: Bucket, future: Future[Any]) -> None:
-        result = future.wait()  # torch's hooks return a tensor, others the list of one from all_reduce's future
+        result = wait_for_call(future)  # torch's hooks return a tensor, others the list of one from all_reduce's future
         bucket.replace_gradients(result[0] if isinstance(result, list | tuple) else result)
 
     @override

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from lockstep import activity
 from lockstep.accelerator import is_capturing
 from lockstep.comm.collectives import Group, all_reduce, cpu_group, in_backward_hooks, is_native
+from lockstep.comm.network import wait_for_call
 from lockstep.containers import hook_tensors
 from lockstep.errors import (
     CollectiveError,
@@ -544,7 +545,7 @@ class Reducer:
                     self._launch(step, bucket, alone=bucket.is_last)
                 self._finish_all(step, message)
                 for future in self.post_backward:
-                    future.wait()
+                    wait_for_call(future)
                 # Optimizers from `_apply_optimizer_in_backward` step now, and leave no gradients, as in torch.
                 for parameter in self._optimizers_in_backward or ():
                     for optimizer in in_backward_optimizers(parameter):
@@ -745,7 +746,7 @@ class Reducer:
         for bucket in step.in_flight[step.num_finished :]:
             if bucket.future is not None:
                 with suppress(RuntimeError):  # it failed, too: nothing is written any more
-                    bucket.future.wait()
+                    wait_for_call(bucket.future)
 
     def _drop_step(self) -> None:
         self._step = None

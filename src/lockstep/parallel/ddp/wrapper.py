@@ -195,25 +195,27 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
 
     def reconnect(self, world: World) -> None:
         """Use the default group of ``world`` from now on, in place of one that lost a rank. Collective: every rank."""
-        observers, hooks, before, kept = self.reducer.observers, self._comm_hooks, self.process_group, self.kept
+        observers, before, kept = self.reducer.observers, self.process_group, self.kept
         if any(isinstance(each, bucket_gradients.BucketOptimizer) for each in observers):
             raise ConfigurationError(
                 "A step with overlap_optimizer() cannot be done again after a rank was lost, as it may have updated "
                 "some parameters: all ranks restart.\nTo go on in place, call optimizer.step() after backward."
             )
-        if any(state not in (None, before) for _, state in hooks):
+        if any(state is not None and state is not before for _, state in self._comm_hooks):
             raise ConfigurationError(
                 "A communication hook with a state cannot go on in place, as a rank that takes the place of a lost one "
                 "has another state: all ranks restart.\nTo go on in place, use compression=..., which keeps its state."
             )
         self.reducer.remove_hooks()
         self.process_group = world.group
+        hooks = [(hook, state and self.process_group) for hook, state in self._comm_hooks]
         self._connect()
         if kept is not None:
             self.load_compression_state_dict(kept)
+        # Another rank may be lost before all have met.
+        self._comm_hooks, self.kept = hooks, kept
         self.reducer.observers += [each for each in observers if isinstance(each, bucket_events.BucketStamps)]
         for hook, state in hooks:
-            state = None if state is None else self.process_group
             self.reducer.set_reduction(comm_hooks.CommHookReduction(self.process_group, hook, state))
 
     def modules_to_restore(self) -> list[nn.Module]:

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from lockstep.comm import collectives
 from lockstep.comm.collectives import Group, Work
+from lockstep.comm.network import wait_for_call
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.compile import has_compiled, keep_out_of_graphs
 from lockstep.parallel.ddp.bucket_events import Event
@@ -156,7 +157,7 @@ class ReduceScatterMean(BucketReduction):
             for _, pending in self._tails.values():
                 pending.works += works
             self._tails = {}
-        future.wait()
+        wait_for_call(future)
 
     def reset(self) -> None:
         """Record that the gradients have been used or discarded."""
