@@ -9,8 +9,10 @@
                 at random moments instead: each time both must train together again within 60 s. If they do not, the
                 Python stacks of all launchers and ranks are printed.
     seconds     From a death (SIGKILL) until all ranks have done a new step together, on the whole batch: in place, by
-                restart from a checkpoint (each 10 steps), with torchrun, and with torchft; in turns. Then with a model
-                that takes 20 s to build; these jobs run beside each other, 5 s apart, as they mostly wait.
+                restart from a checkpoint (each 10 steps), with torchrun, and with torchft; in turns. The others of
+                torchft train on meanwhile with their part of the batch: a line says after which time, and another one
+                how long a new interpreter takes. Then with a model that takes 20 s to build; these jobs run beside each
+                other, 5 s apart, as they mostly wait.
     schedule    A failure every 60 s and every 15 s at steps of 0.25 s on 4 ranks, torchft's published schedules in the
                 small: completed steps over possible ones, and whether the weights are those of the undisturbed run.
                 Four jobs run at a time: each needs a tenth of a core, and more when processes start.
@@ -35,7 +37,7 @@ import tempfile
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
@@ -63,6 +65,7 @@ from bench.recovery_jobs import (
     whole_steps,
 )
 from bench.recovery_loops import MACHINE, MOST_PIDS
+from lockstep.comm.shm.communicator import library
 from lockstep.study.common import Spread, paired_ratio
 
 # --- kills ------------------------------------------------------------------------------------------------------------
@@ -142,6 +145,16 @@ def kills(options: argparse.Namespace) -> dict[str, Any]:
     return {"runs": runs}
 
 
+def missing() -> str | None:
+    """Return why ranks cannot communicate over shared memory here; None if they can."""
+    return found if isinstance(found := library(), str) else None
+
+
+def files_of(pids: set[int], paths: Iterable[str]) -> list[str]:
+    """Return the files with the number of one of these processes in their names, as torch names shared memory."""
+    return sorted(path for path in paths if pids & {int(number) for number in re.findall(r"\d+", Path(path).name)})
+
+
 def kills_of(total: int, seed: int, names: list[str]) -> list[dict[str, Any]]:
     """Kill ranks on these machines, or on this one, until there are so many kills."""
     choice, runs = random.Random(seed), list[dict[str, Any]]()
@@ -149,7 +162,8 @@ def kills_of(total: int, seed: int, names: list[str]) -> list[dict[str, Any]]:
     where = "on two machines (network namespaces)" if names else "on one machine"
     print(f"\n{total} kills of ranks of lockstep.fit {where}, seed {seed}")
     # All kinds in turns, so that each has its part of the kills.
-    kinds = [(2, "gloo"), (4, "gloo")] if names else [*itertools.product((2, 3, 4), ("shm", "gloo"))]
+    backends = ("shm", "gloo") if missing() is None else ("gloo",)
+    kinds = [(2, "gloo"), (4, "gloo")] if names else [*itertools.product((2, 3, 4), backends)]
     for number in itertools.count():
         most = min(KILLS_OF_A_RUN, total - sum(run["kills"] for run in runs))
         if most <= 0:
@@ -224,7 +238,8 @@ def run_fit(
 
             def left_now() -> list[str]:
                 found = left_behind(mark) + sorted(str(path) for path in temporary.glob("lockstep-*"))
-                return found + sorted(in_shared_memory() - before)
+                pids = {process.pid for process in job.processes} | {event.pid % MOST_PIDS for event in job.read()}
+                return found + files_of(pids, in_shared_memory() - before)
 
             deadline = time.monotonic() + LEFT_S
             while (left := left_now()) and time.monotonic() < deadline:
@@ -330,6 +345,7 @@ def pause(job: Job, index: int, seconds: float) -> None:
 # --- seconds ----------------------------------------------------------------------------------------------------------
 
 PACE_S, WARM_UP_S, APART_S = 0.02, 4.0, 5.0
+IMPORTS = "import torch, torchft"
 SLOW_PACE_S = 0.1
 Cost = tuple[float, float, int]
 
@@ -388,6 +404,7 @@ def seconds(options: argparse.Namespace) -> dict[str, Any]:
     rounds, most = (1, 1) if options.quick else (options.rounds, 3)
     contenders = present(CONTENDERS, wanted)
     small: dict[str, list[list[Cost]]] = {name: [] for name in contenders}
+    imports_s: list[float] = []
     for index in progress(range(rounds), "seconds, rounds"):
         for name in order_of_round(list(contenders), index):
             try:
@@ -395,9 +412,15 @@ def seconds(options: argparse.Namespace) -> dict[str, Any]:
                 small[name].append(deaths_of(contenders[name], choice, most, PACE_S))
             except (RuntimeError, psutil.Error) as error:
                 print(f"  {name}, round {index}: {error}", flush=True)
+        if "torchft" in contenders:
+            began_s = time.monotonic()
+            subprocess.run([sys.executable, "-c", IMPORTS], check=True, capture_output=True)
+            imports_s.append(time.monotonic() - began_s)
     print_costs("seconds from the death of one of 2 ranks, small model, steps of 20 ms", small)
+    print_parts(small.get("torchft", []), imports_s)
+    found = {"small": small, "imports_s": imports_s}
     if options.quick and not options.contender:
-        return {"small": small}
+        return found
 
     def slow_deaths(number: int, contender: Contender) -> list[Cost]:
         time.sleep(number * APART_S)
@@ -408,7 +431,7 @@ def seconds(options: argparse.Namespace) -> dict[str, Any]:
         name: [[cost] for cost in found[0]] for name, found in at_once(turns, slow_deaths).items() if found and found[0]
     }
     print_costs("seconds from the death of one of 2 ranks, model that takes 20 s to build, steps of 100 ms", slow)
-    return {"small": small, "slow": slow}
+    return found | {"slow": slow}
 
 
 def at_once(
@@ -448,6 +471,16 @@ def print_costs(title: str, costs: Mapping[str, list[list[Cost]]]) -> None:
             f"{statistics.median(again):<10g}{ratio}",
             flush=True,
         )
+
+
+def print_parts(turns: list[list[Cost]], imports_s: Sequence[float]) -> None:
+    """Print what the seconds of torchft are made of, below its row."""
+    rows = [row for turn in turns for row in turn]
+    if rows and imports_s:
+        which = "of torchft's seconds: a new interpreter"
+        print(f"  {IMPORTS:<22}{len(imports_s):>6}   {spread(Spread.of(imports_s)):<24}{which}")
+        stood_s = statistics.median(row[1] for row in rows)
+        print(f"  torchft's others go on after {stood_s:.2f} s, with their part of the batch until the new one is back")
 
 
 def spread(of: Spread) -> str:
@@ -562,6 +595,8 @@ def main() -> None:
         made.error(f"there is no part {sorted(unknown)[0]}; there are {', '.join(PARTS)}")
     if importlib.util.find_spec("torchft") is not None:
         print(f"torchft {version('torchft')}; ", end="")
+    if why := missing():
+        print(f"Ranks communicate over Gloo instead of shared memory: {why}")
     found: dict[str, Any] = {}
 
     def measure() -> dict[str, Any]:

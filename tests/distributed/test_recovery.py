@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
+from lockstep.study.report.run_page import report
 from lockstep.telemetry.record import read_run
 from lockstep.train import recovery
 from tests.distributed.commands import lockstep as run_lockstep
@@ -539,6 +540,8 @@ def test_the_record_goes_on_when_rank_zero_is_lost(run_task, tmp_path):
             "step 5 is done again; copied",
         ),
     ]
+    told = [re.sub(r" after [\d.]+ s| [\d,]+ bytes| \([a-z]+\)(?=;)", "", text) for text in report(folder).sentences]
+    assert [f"Recovery {number}: {text}." for number, (_, text) in enumerate(recoveries(run), 1)] == told[3:5]
     kinds = {event.event for event in run.events}
     assert "restart" not in kinds and "resume" not in kinds and "end" in kinds
     # Of rank zero, the last steps before its loss may not have been written.

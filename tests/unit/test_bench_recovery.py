@@ -1,6 +1,7 @@
 """What bench/recovery.py makes of the lines that the ranks have logged."""
 
-from bench.recovery import cost_of_death, progress_of, steps_done_again
+from bench import recovery
+from bench.recovery import cost_of_death, files_of, missing, print_parts, progress_of, steps_done_again
 from bench.recovery_jobs import Event, whole_steps
 
 # Two ranks; rank 1 is killed at 3.1 s in step 3. Rank 0 does step 3 alone at 4.1 s, and 4 with a new rank 1 at 6 s.
@@ -41,3 +42,25 @@ def test_what_was_done_of_what_was_possible():
     # Steps take a second between failures; step 3 was done with half of its samples.
     found = progress_of(EVENTS, 10.0)
     assert (round(found["pace_s"], 6), round(found["steps"], 6), round(found["samples"], 6)) == (1.0, 0.4, 0.35)
+
+
+def test_files_of_other_programs_are_not_counted():
+    paths = ["/dev/shm/torch_41_2090_0", "/dev/shm/torch_410_7_1", "/dev/shm/psm_ab12", "/dev/shm/sem.41"]
+    assert files_of({41, 42}, paths) == ["/dev/shm/sem.41", "/dev/shm/torch_41_2090_0"]
+
+
+def test_a_missing_library_is_told(monkeypatch):
+    assert missing() is None
+    monkeypatch.setattr(recovery, "library", lambda: "it was not built")
+    assert missing() == "it was not built"
+
+
+def test_what_the_seconds_of_torchft_are_made_of(capsys):
+    print_parts([[(4.5, 1.0, 0), (4.7, 1.1, 0)], [(4.9, 1.06, 0)]], [1.9, 2.1, 2.0])
+    row, note = capsys.readouterr().out.splitlines()
+    assert " ".join(row.split()) == (
+        "import torch, torchft 3 2.00 (1.90 to 2.10) of torchft's seconds: a new interpreter"
+    )
+    assert note == "  torchft's others go on after 1.06 s, with their part of the batch until the new one is back"
+    print_parts([], [1.9])
+    assert capsys.readouterr().out == ""

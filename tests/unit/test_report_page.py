@@ -96,6 +96,37 @@ def test_the_page_tells_verdict_advice_events_and_how_to_repeat_it(page):
         assert words.count(text) >= 1, text
 
 
+def lost(number):
+    return (
+        f"rank 1 was killed by SIGKILL (signal 9) in step {number}; rank 1 is back after 0.6 s with the state of rank "
+        f"0; step {number + 1} is done again; 12,345 bytes copied"
+    )
+
+
+def test_recoveries_stand_in_the_summary_the_table_and_the_drawing(tmp_path):
+    events = [event_line("recovery", lost(number), number, 0.61) for number in range(10, 18)]
+    found = Report(view_run(write_run(tmp_path / "run", [[*steps(), *events[:7]], [*steps(), *events]])))
+    told = [text for text in found.sentences if text.startswith("Recovery")]
+    assert told == [f"Recovery {number}: {lost(number + 9)}." for number in range(3, 9)]
+    table = run_page.recoveries_table(found.view)
+    assert table.columns == ["", "after step", "seconds from the loss", "bytes copied", "who, and why"]
+    why = lost(10).removesuffix("; 12,345 bytes copied")
+    assert len(table.rows) == 8 and table.rows[0] == ["1", "10", "0.61", "12,345", why]
+    page = found.page
+    drawing = re.search("<figure><figcaption>Recoveries</figcaption>.*?</figure>", page, re.DOTALL)[0]
+    assert " ".join(told) in unescape(drawing)
+    assert [drawing.count(f">{text}</text>") for text in (*range(1, 9), "rank 0", "rank 1", "step")] == [1] * 11
+    assert "<summary>Recoveries</summary>" in page
+    without = Report(view_run(write_run(tmp_path / "without", [steps()])))
+    assert "Recover" not in "".join((*without.sentences, without.page))
+
+
+def test_a_record_with_a_recovery_and_no_step_makes_a_page(tmp_path):
+    lines = [event_line("recovery", HOSTILE, 0, None), {**event_line("recovery", "", 1), "time": 1e300}]
+    found = Report(view_run(write_run(tmp_path / "run", [lines, []])))
+    assert "<script" not in found.page and run_page.recoveries_table(found.view).rows[1] == ["2", "1", "0.00", "", ""]
+
+
 def test_each_advice_stands_once(tmp_path):
     lines = [*steps(exposed_s=0.030), event_line("checkpoint", "saved", 10, 0.2)]
     view = view_run(write_run(tmp_path / "run", [lines, lines]))

@@ -86,7 +86,9 @@ def summary(snapshot: Snapshot) -> str | None:
     if step_s is None:
         return None
     text = f"a step took {milliseconds(step_s)}: {largest(snapshot.ranks)}"
-    if len(snapshot.ranks) < 2 or spread is None or not snapshot.known("exposed_s"):
+    # A rank that took the place of a lost one has other steps than the others, or none yet.
+    are_alike = len({each.num_steps for each in snapshot.ranks}) == 1 and bool(snapshot.known("exposed_s"))
+    if spread is None or spread.min_rank == spread.max_rank or not are_alike:
         return text
     slow = f"rank {spread.max_rank} ({milliseconds(spread.max)} of work in a step)"
     return f"{text}; slowest was {slow}, fastest rank {spread.min_rank} ({milliseconds(spread.min)})"
