@@ -104,13 +104,14 @@ def lost(number):
 
 
 def test_recoveries_stand_in_the_summary_the_table_and_the_drawing(tmp_path):
-    events = [event_line("recovery", lost(number), number, 0.61) for number in range(10, 18)]
+    cause = '\n  File "train.py", line 3, in step\n    x; y'
+    events = [event_line("recovery", lost(number) + cause, number, 0.61) for number in range(10, 18)]
     found = Report(view_run(write_run(tmp_path / "run", [[*steps(), *events[:7]], [*steps(), *events]])))
     told = [text for text in found.sentences if text.startswith("Recovery")]
     assert told == [f"Recovery {number}: {lost(number + 9)}." for number in range(3, 9)]
     table = run_page.recoveries_table(found.view)
     assert table.columns == ["", "after step", "seconds from the loss", "bytes copied", "who, and why"]
-    why = lost(10).removesuffix("; 12,345 bytes copied")
+    why = lost(10).removesuffix("; 12,345 bytes copied") + cause
     assert len(table.rows) == 8 and table.rows[0] == ["1", "10", "0.61", "12,345", why]
     page = found.page
     drawing = re.search("<figure><figcaption>Recoveries</figcaption>.*?</figure>", page, re.DOTALL)[0]

@@ -163,15 +163,27 @@ def recoveries(view: View) -> list[Event]:
 
 def recovery_texts(view: View) -> list[str]:
     """Return sentences about the newest recoveries; the table has all."""
-    return [f"Recovery {number}: {each.text}." for number, each in enumerate(recoveries(view), 1)][-_MOST_TEXTS:]
+    return [f"Recovery {number}: {each.text.partition('\n')[0]}." for number, each in enumerate(recoveries(view), 1)][
+        -_MOST_TEXTS:
+    ]
 
 
 def recoveries_table(view: View) -> Table:
     """Return a row for each recovery, by the numbers that the drawing has."""
     rows = []
     for number, event in enumerate(recoveries(view), 1):
-        why, _, copied = event.text.rpartition("; ")  # as `record_recovery` joins them
-        rows.append([str(number), str(event.step), f"{event.seconds or 0.0:.2f}", copied.partition(" ")[0], why])
+        # As `record_recovery` joins them; lines of a traceback may follow.
+        text, newline, cause = event.text.partition("\n")
+        why, _, copied = text.rpartition("; ")
+        rows.append(
+            [
+                str(number),
+                str(event.step),
+                f"{event.seconds or 0.0:.2f}",
+                copied.partition(" ")[0],
+                why + newline + cause,
+            ]
+        )
     columns = ["", "after step", "seconds from the loss", "bytes copied", "who, and why"]
     return Table("Recoveries", columns, rows[-_MOST_EVENTS:], numbers=columns[1:4])
 
