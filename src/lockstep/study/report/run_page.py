@@ -163,9 +163,8 @@ def recoveries(view: View) -> list[Event]:
 
 def recovery_texts(view: View) -> list[str]:
     """Return sentences about the newest recoveries; the table has all."""
-    return [f"Recovery {number}: {each.text.partition('\n')[0]}." for number, each in enumerate(recoveries(view), 1)][
-        -_MOST_TEXTS:
-    ]
+    texts = [event.text.splitlines()[:1] for event in recoveries(view)]
+    return [f"Recovery {number}: {' '.join(text)}." for number, text in enumerate(texts, 1)][-_MOST_TEXTS:]
 
 
 def recoveries_table(view: View) -> Table:
