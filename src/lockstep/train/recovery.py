@@ -7,7 +7,7 @@ others fail: in the collective that it does not take part in, or because the gen
 
 1. meet in the next generation, and connect their engines to its group;
 2. compare how many attempts each has completed. A rank may have received the last collective of an attempt that others
-   have not; its update is made, so it counts, and those that are behind copy its state;
+   have not, and complete it: then it counts, and those that are behind copy its state;
 3. copy the state from the first rank that is most ahead to each rank that lacks it, over the group;
 4. repeat the attempt, from the same parameters, optimizer state and buffers, with the same samples and random numbers.
 
@@ -206,6 +206,10 @@ class Recovery:
         """Run a block that is done again if a rank is lost in it; count it when it is complete.
 
         Collective: every rank. If a rank is lost, blocks until another one has its place.
+
+        Raises:
+            ConfigurationError: An optimizer steps in it that is no part.
+            ReplicasDiffer: After a recovery, the parts differ between ranks.
         """
         if self._membership is not None:
             self._membership.arrive(self.step)
@@ -455,7 +459,8 @@ class Changes:
         self._accumulates &= self._gradient is not None
         self._versions = [*map(version_of, self._tensors)]
         self._options = [copy.deepcopy(options_of(each.param_groups)) for each in self._optimizers.values()]
-        self._states = copy.deepcopy([part.state_dict() for part in self._others])
+        states = [part.state_dict() for part in self._others]
+        self._states = copy.deepcopy(map_tensors(states, Tensor.detach))  # a running loss may have a graph
         self._values = None
         for buffers in self._buffers:
             buffers.keep()
@@ -508,16 +513,14 @@ class Changes:
         Raises:
             ConfigurationError: There is one.
         """
-        known = {id(part) for part in self._others} | {
-            id(each) for part in self._modules.values() for each in part.modules()
-        }
+        modules = itertools.chain(*(module.modules() for module in self._modules.values()))
+        known = {*map(id, self._others), *map(id, modules)}
         mine: dict[str, list[str]] = {}
         for each in gc.get_objects():
             if issubclass(type(each), (LRScheduler, GradScaler, AveragedModel)) and id(each) not in known:
                 mine.setdefault(type(each).__name__, []).append(_digest(each.state_dict()))
-        ranks = all_gather_object(
-            {kind: sorted(found) for kind, found in mine.items()}, group=world.group, device=world.device
-        )
+        states = {kind: sorted(found) for kind, found in mine.items()}
+        ranks = all_gather_object(states, group=world.group, device=world.device)
         for kind in sorted(set().union(*ranks)):
             found = [each.get(kind, []) for each in ranks]
             if len({len(each) for each in found}) == 1 and any(each != found[0] for each in found):

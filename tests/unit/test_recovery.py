@@ -1,0 +1,120 @@
+"""What a block of a script changes, and the way back to its begin."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.errors import ConfigurationError
+from lockstep.train.recovery import Changes
+
+
+class Running:
+    """A part with a value that has a graph."""
+
+    loss = torch.zeros(1)
+
+    def state_dict(self):
+        return {"loss": self.loss}
+
+    def load_state_dict(self, state):
+        self.loss = state["loss"]
+
+
+@pytest.fixture
+def loop():
+    model = nn.Linear(4, 4)
+    optimizer, running = torch.optim.Adam(model.parameters(), lr=0.1), Running()
+    return model, optimizer, running, Changes({"model": model, "optimizer": optimizer, "running": running})
+
+
+def update(model, optimizer, running, _, num_updates=1):
+    for _ in range(num_updates):
+        loss = model(torch.ones(1, 4)).sum()
+        running.loss = running.loss + loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def state_of(model, optimizer, running, _):
+    steps = [state["step"].item() for state in optimizer.state.values()]
+    return [*model.parameters(), running.loss], steps, optimizer.param_groups[0]["lr"]
+
+
+def fail_after(loop, num_updates):
+    """Return whether there is a way back from a block that fails, and the states before it and after that."""
+    _, optimizer, _, changes = loop
+    tensors, *rest = state_of(*loop)
+    before = [tensor.detach().clone() for tensor in tensors], *rest
+    with contextlib.suppress(ZeroDivisionError), changes.block(lambda _: None):
+        update(*loop, num_updates)
+        optimizer.param_groups[0]["lr"] = 7.0
+        raise ZeroDivisionError
+    is_undone = changes.undo()
+    tensors, *rest = state_of(*loop)
+    return is_undone, before, ([tensor.detach() for tensor in tensors], *rest)
+
+
+@pytest.mark.parametrize("num_updates", [1, 2])
+def test_the_way_back_from_an_update_is_known_after_a_block_with_two(loop, num_updates):
+    is_undone, before, after = fail_after(loop, 1)
+    assert not is_undone and not torch.equal(before[0][0], after[0][0])
+    assert torch.equal(before[0][-1], after[0][-1]) and before[2] == after[2] == 0.1, "kept in each block"
+    with loop[-1].block(lambda _: None):
+        update(*loop, num_updates)
+    is_undone, before, after = fail_after(loop, 2)
+    assert is_undone == (num_updates == 2)
+    if is_undone:
+        assert all(map(torch.equal, before[0], after[0])) and before[1:] == after[1:]
+
+
+def test_a_block_that_changes_nothing_before_it_fails_is_undone(loop):
+    assert fail_after(loop, 0)[0]
+
+
+def test_parameters_that_change_before_the_update(loop):
+    model, *_, changes = loop
+    with changes.block(lambda _: None):
+        model.weight.data.mul_(0.9)  # which autograd does not notice
+        update(*loop)
+    assert fail_after(loop, 1)[0]
+
+
+def test_gradients_that_a_block_leaves_for_the_next(loop):
+    model, optimizer, _, changes = loop
+    with changes.block(lambda _: None):
+        model(torch.ones(1, 4)).sum().backward()
+    assert not fail_after(loop, 0)[0]
+    optimizer.zero_grad()
+    assert fail_after(loop, 0)[0]
+
+
+def test_the_gradient_of_a_scaler_is_unscaled_again():
+    model, scaler = nn.Linear(4, 4), torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    changes = Changes({"model": model, "optimizer": optimizer, "scaler": scaler})
+    for _ in range(2):
+        with contextlib.suppress(ZeroDivisionError), changes.block(lambda _: None):
+            scaler.scale(model(torch.ones(1, 4)).sum()).backward()
+            scaler.unscale_(optimizer)
+            raise ZeroDivisionError
+        assert changes.undo()
+
+
+def test_an_optimizer_that_is_no_part_may_step_inside_of_one_that_is(loop):
+    model, *_, changes = loop
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    message = r"^SGD\.step\(\) was called in a block of lockstep\.Recovery"
+    with pytest.raises(ConfigurationError, match=message), changes.block(lambda _: None):
+        other.step()
+    other.step()  # outside of blocks
+
+    class Outer(torch.optim.SGD):
+        def step(self, closure=None):
+            other.step()
+
+    outer = Outer(model.parameters(), lr=0.1)
+    with Changes({"model": model, "outer": outer}).block(lambda _: None):
+        outer.step()
