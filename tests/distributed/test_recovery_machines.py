@@ -44,7 +44,7 @@ with lockstep.init() as world:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            time.sleep(5.5)  # a little longer than its heartbeats count
+            time.sleep(pause_s)
         if world.rank == 0:
             progress = plan.with_name("progress.new")
             progress.write_text(f"{recovery.step} {world.world_size}")
