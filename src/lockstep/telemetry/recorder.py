@@ -20,7 +20,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -156,6 +157,7 @@ class RankMeans:
         self._new: list[StepLine] = []
         self._values: dict[str, Any] = {}
         self._machine: Line = {}
+        self._logged: dict[str, float] = {}
         self._step_sent: float | None = None
         # Over all steps but the first, which allocates and compiles, and counts only until there is another.
         self._whole, self._num_steps, self._is_first = StepTimes(total_s=0.0), 0, True
@@ -179,8 +181,9 @@ class RankMeans:
     def read(self) -> tuple[RankFigures, dict[str, Any]]:
         """Return the figures since the last call, and the fields that they add to a `Snapshot`."""
         new, self._new = self._new, []
-        of_run: dict[str, float | None] = {}
+        of_run: dict[str, Any] = {"logged": self._logged}
         for line in new:
+            self._logged |= line.logged
             if line.loss is not None:
                 of_run |= {"loss": line.loss, "learning_rate": line.learning_rate, "grad_norm": line.grad_norm}
         # While a rank evaluates or saves, it keeps the times and rates of its last steps; ``num_steps`` is 0.
@@ -586,7 +589,7 @@ class Recorder:
             left_s=self._left_s(figures.step),
             ranks=with_waits((figures, *self._others())),
             event_counts=Counter(self._run.event_counts) + Counter(event.event for event in events),
-            evaluation=next((event.metrics for event in reversed(events) if event.metrics), self._run.evaluation),
+            evaluation=reduce(or_, (dict(event.metrics or {}) for event in events), dict(self._run.evaluation)),
             is_last=is_last,
             **of_run,
         )

@@ -150,6 +150,11 @@ def check_task(task: Task, settings: FitSettings) -> None:
         ConfigurationError: There is one.
     """
     refuse_ignored({**vars(settings), "eval_dataset": task.eval_dataset})
+    if task.ema is not None and settings.strategy in ("local-sgd", "diloco"):
+        raise ConfigurationError(
+            f"Task.ema cannot be used with strategy {settings.strategy}, whose ranks hold different weights.\n"
+            "Omit ema, or use strategy ddp."
+        )
 
 
 def check_batch(task: Task, settings: Settings, num_devices: int) -> None:

@@ -5,7 +5,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from lockstep.comm.world import World
 from lockstep.errors import ConfigurationError
 from lockstep.telemetry.heartbeat import num_calls
 from lockstep.torch_internals import is_counted_step, reparametrize_module
+from lockstep.train.callbacks import check_callbacks
 from lockstep.train.settings import refusing_unknown
 
 
@@ -70,6 +71,10 @@ class Task:
             children of its outermost lists and sequences.
         prepare: Called once on each machine before the ranks create anything, such as for a download or the tokens of a
             corpus; its result is ignored. If it fails, every rank raises an error.
+        ema: Decay of an exponential moving average of the weights, such as 0.999, as ``torch.optim.swa_utils`` averages
+            them after each update. Evaluations, ``export`` and the weights at the end are those of the average.
+        callbacks: Objects with methods ``on_start``, ``on_step_end``, ``on_evaluation``, ``on_checkpoint`` or
+            ``on_end``; see `lockstep.train.callbacks.RunView`, which they get.
         epochs: Default number of passes over the data set.
         name: The name of the task in reports; by default commands use the name of its file.
         counts: The name of the items that a `Loss` counts, in reports.
@@ -91,6 +96,8 @@ class Task:
     after: Callable[[nn.Module], object] | None = None
     shard: Callable[[nn.Module], Iterable[nn.Module]] | None = None
     prepare: Callable[[], object] | None = None
+    ema: float | None = None
+    callbacks: Sequence[object] = ()
     epochs: int = 1
     name: str = "task"
     counts: str = "tokens"
@@ -100,6 +107,9 @@ class Task:
             number: object = getattr(self, field)
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise ConfigurationError(f"Task.{field} is {number!r}.\nGive a whole number of at least 1.")
+        if self.ema is not None and not (isinstance(self.ema, float) and 0 < self.ema < 1):
+            raise ConfigurationError(f"Task.ema is {self.ema!r}.\nGive a decay between 0 and 1, such as 0.999.")
+        check_callbacks(self.callbacks)
         examples = {
             "model": "model=Net, not model=Net()",
             "dataset": "dataset=lambda: MyDataset(...)",
