@@ -78,7 +78,9 @@ def _option(setting: Setting) -> Callable[[F], F]:
         "numbers": _numbers,
     }  # others are texts
     if setting.kind == "metric":  # the flag alone means True
-        return click.option(flag, setting.name, is_flag=False, flag_value="loss", metavar="[METRIC]", **how)
+        return click.option(
+            flag, setting.name, type=click.STRING, is_flag=False, flag_value="loss", metavar="[METRIC]", **how
+        )
     how |= {"metavar": setting.unit, "show_default": setting.default is not None}
     return click.option(flag, setting.name, type=kinds.get(setting.kind, click.STRING), **how)
 

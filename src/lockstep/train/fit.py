@@ -37,7 +37,7 @@ from lockstep.train.plan import PER_PROCESS, Plan, check_batch, check_task, devi
 from lockstep.train.profiling import AroundStep, profiled
 from lockstep.train.recording import RunRecord
 from lockstep.train.recovery import Recovery
-from lockstep.train.settings import FitSettings, Monitor, settings_of
+from lockstep.train.settings import FitSettings, Monitor, refusing_unknown, settings_of
 from lockstep.train.skipping import NonFiniteStep
 from lockstep.train.stopping import StopSignals, exit_code_of
 from lockstep.train.task import Task, build_dataset, prepare
@@ -81,8 +81,8 @@ class FitResult:
         samples_per_s: Over all devices; without the first step, evaluations and checkpoints.
         num_counted: Number of items, such as tokens, that the losses of this call were means over; None: of samples.
         tokens_per_s: Number of these items per second.
-        model: The model with the weights at the end, without wrappers: what `Task.model` returned. With fsdp, it has the
-            shards of this rank. None in a copy that was sent to another process.
+        model: The model with the weights at the end, without wrappers: what `Task.model` returned. With fsdp, it has
+            the shards of this rank. None in a copy that was sent to another process.
         seconds: Duration of the call after the model was created, including evaluations.
         checkpoint: The newest checkpoint; a string if it is in an object store.
         stopped: Why the run was stopped before its end: a signal, such as ``SIGTERM``, or ``another machine`` that
@@ -421,7 +421,7 @@ class Run:
         self._find_due(checks=record.checks, compares=self._record.compares)
 
     def _find_due(self, *, checks: bool, compares: bool) -> None:
-        trainer, settings = self.trainer, self._settings
+        trainer = self.trainer
         if trainer.bad_samples.skipped or trainer.nonfinite.found or trainer.caveats:
             self._report()
         self.stops, failed, ends, saves = trainer.reported()
@@ -575,7 +575,7 @@ class Run:
         self._evaluations.append(found)
         score = self._monitor.score(found.metrics)
         if self._best is None or score < self._monitor.score(self._best.metrics):
-            self._best, self.has_new_best = found, self._settings.keep_best is not False
+            self._best, self.has_new_best = found, bool(self._settings.keep_best)
         text = f"evaluation: {'  '.join(f'{name} {value:.4f}' for name, value in found.metrics.items())}"
         if self._evaluator.skipped:
             text += f"  without {len(self._evaluator.skipped)} that cannot be read"
@@ -785,10 +785,11 @@ def _checkpoints(settings: FitSettings, world: World) -> contextlib.AbstractCont
 
     place, keep, blocking = place_of(settings.checkpoint), settings.keep or 2, settings.checkpoint_blocking
     fresh = settings.resume is False and not world.is_late
-    best = Monitor.of(settings.keep_best) if settings.keep_best is not False else None
+    best = Monitor.of(settings.keep_best) if settings.keep_best else None
     return Checkpoints(place, world, fresh, keep, best, blocking)
 
 
+@refusing_unknown("setting")
 @dataclass(frozen=True, kw_only=True)
 class _Keywords(FitSettings):
     """The keywords of `fit`: the settings, and what no flag can give."""

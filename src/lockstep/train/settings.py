@@ -137,7 +137,7 @@ class Monitor:
         Raises:
             ConfigurationError: It is none of these.
         """
-        name, _, mode = "loss", "", "" if isinstance(spec, bool) else spec.partition(":")
+        name, _, mode = ("loss" if isinstance(spec, bool) else spec).partition(":")
         if not name or mode not in ("", "min", "max"):
             raise ConfigurationError(
                 f"{spec!r} is not a metric.\nGive its name, such as loss, or accuracy:max if more of it is better."
@@ -395,8 +395,8 @@ class FitSettings(Settings):
     checkpoint_every: int | None = setting(None, "Steps between checkpoints; each epoch if not given.", "STEPS", 1)
     checkpoint_blocking: bool = setting(False, "Wait until a checkpoint is on disk; needs no copy in host memory.")
     keep: int | None = setting(None, "Number of newest checkpoints to keep; 2 if not given.", "N", 1)
-    keep_best: bool | str = setting(
-        False, "Also save at the best evaluation so far, and keep it: by loss, or by METRIC, such as accuracy:max."
+    keep_best: bool | str | None = setting(
+        None, "Also save at the best evaluation so far, and keep it: by loss, or by METRIC, such as accuracy:max."
     )
     load_best: bool = setting(False, "At the end, use the weights of the checkpoint that keep_best has kept.")
     early_stopping: str | None = setting(None, "End when a metric stops improving: loss, accuracy:max.", "METRIC")

@@ -713,8 +713,9 @@ def _find(folder: Place, *, best: bool) -> Place:
             )
         if best:
             return str(json.loads((folder / _BEST).read_bytes())["checkpoint"])
-        found = find_checkpoints(folder) if folder.exists() else []
-        return next((each.path.name for each in found if each.problem is None), "")
+        with contextlib.suppress(OSError):  # there is nothing
+            return next((each.path.name for each in find_checkpoints(folder) if each.problem is None), "")
+        return ""
 
     name = _gather(_on_all_ranks(folder, choose))[0]
     return folder / name if name else folder
