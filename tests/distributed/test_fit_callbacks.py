@@ -10,6 +10,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import lockstep
 from lockstep.errors import ConfigurationError
+from lockstep.study.report.run_page import report
+from lockstep.telemetry import figures, live_view
+from lockstep.telemetry.figures import Snapshot
+from lockstep.telemetry.record import read_run
 from lockstep.train.settings import Settings
 from lockstep.train.trainer import Trainer
 from tests.distributed.commands import lockstep as run_lockstep
@@ -325,3 +329,37 @@ def test_an_error_on_one_rank_ends_all_with_the_callbacks_name(tmp_path):
     assert done.code == 1
     assert "ValueError: boom" in done.err
     assert "Broken.on_evaluation raised it, on rank 1 after step 3." in done.err
+
+
+class Logs:
+    def on_step_end(self, run):
+        run.log("twice the loss", 2 * run.last_step.loss)
+        if run.step % 2 == 0:
+            run.log("half", run.step / 2)
+
+    def on_evaluation(self, run):
+        run.log("bleu", 0.25 * run.step)
+
+
+def test_what_a_callback_logs_is_in_the_record_its_report_and_the_sinks(ranks, tmp_path):
+    def run(world):
+        how = {"run_dir": tmp_path / "run", "log_to": f"tensorboard:{tmp_path / 'board'}", "view": "lines"}
+        return lockstep.fit(TASK, epochs=2, callbacks=[Logs()], **how).losses
+
+    losses = ranks(2)(run)[0]
+    steps = read_run(tmp_path / "run").zero.steps
+    assert [line.logged.get("twice the loss") for line in steps] == pytest.approx([2 * loss for loss in losses])
+    assert [line.logged.get("half") for line in steps] == [None, 1.0, None, 2.0, None, 3.0]
+    evaluations = [event.metrics for event in read_run(tmp_path / "run").zero.events if event.event == "evaluation"]
+    assert evaluations[1] == {"bleu": 0.75} and evaluations[3] == {"bleu": 1.5}
+    report(tmp_path / "run", tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "Logged: twice the loss" in page and "Evaluation: bleu" in page
+    (board,) = (tmp_path / "board").iterdir()
+    content = board.read_bytes()
+    assert b"log/twice_the_loss" in content and b"log/half" in content and b"eval/bleu" in content
+
+
+def test_the_live_view_shows_what_was_logged():
+    assert "half 2.5" in live_view.line(Snapshot(step=5, loss=1.0, logged={"half": 2.5}))
+    assert figures.scalars(Snapshot(logged={"a b": 2.0}))["log/a_b"] == 2.0

@@ -1,56 +1,31 @@
 """Callbacks of `fit`: what they see of a run, what they may ask of it, and `EarlyStopping`."""
 
-from __future__ import annotations
-
-import difflib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, Protocol, final
 
 from torch import Tensor, nn
 
 from lockstep.data.stream import Stateful
-from lockstep.errors import ConfigurationError
+from lockstep.train.checkpoints.object_store import Place
+from lockstep.train.evaluate import Evaluation
 from lockstep.train.settings import Monitor
-
-if TYPE_CHECKING:
-    from lockstep.train.checkpoints.object_store import Place
-    from lockstep.train.evaluate import Evaluation
-    from lockstep.train.fit import Run
-    from lockstep.train.trainer import StepRecord
-
-POINTS = ("on_start", "on_step_end", "on_evaluation", "on_checkpoint", "on_end")
-
-# What other trainers call them.
-_FOREIGN = {
-    "on_train_begin": "on_start", "on_train_start": "on_start", "on_fit_start": "on_start", "on_fit_end": "on_end",
-    "on_train_end": "on_end", "on_train_batch_end": "on_step_end", "on_epoch_end": "on_step_end",
-    "on_train_epoch_end": "on_step_end", "on_validation_end": "on_evaluation", "on_evaluate": "on_evaluation",
-    "on_validation_epoch_end": "on_evaluation", "on_save": "on_checkpoint", "on_save_checkpoint": "on_checkpoint",
-}  # fmt: skip
+from lockstep.train.trainer import StepRecord
 
 
-def check_callbacks(callbacks: Sequence[object]) -> None:
-    """Refuse what has no method that a run calls, or one that no run calls.
+class _Verbs(Protocol):
+    """What callbacks may ask of a run."""
 
-    Raises:
-        ConfigurationError: There is such a callback; names the method that was probably meant.
-    """
-    for each in callbacks:
-        name = getattr(each, "__name__", type(each).__name__)
-        methods = [method for method in dir(each) if method.startswith("on_") and callable(getattr(each, method))]
-        unknown = [method for method in methods if method not in POINTS]
-        if isinstance(each, type):
-            raise ConfigurationError(f"The callback {name} is a class.\nGive an object: callbacks=[{name}()].")
-        if unknown:
-            near = difflib.get_close_matches(unknown[0], POINTS, n=1)
-            hint = f"Did you mean {_FOREIGN.get(unknown[0], near[0] if near else POINTS[0])}? "
-            raise ConfigurationError(
-                f"No run calls {unknown[0]} of the callback {name}.\n{hint}There are {', '.join(POINTS)}."
-            )
-        if not methods:
-            raise ConfigurationError(f"The callback {name} has none of the methods {', '.join(POINTS)}.\nDefine one.")
+    @property
+    def model(self) -> nn.Module:
+        """The model without wrappers."""
+
+    def request(self, verb: str, why: str = "") -> None:
+        """Ask all ranks to ``stop`` or to ``save``."""
+
+    def log(self, name: str, value: float | Tensor) -> None:
+        """Record a number."""
 
 
 @final
@@ -88,7 +63,7 @@ class RunView:
     best: Evaluation | None
     checkpoint: Place | None
     found: Mapping[str, float]
-    _run: Run = field(repr=False)
+    _run: _Verbs = field(repr=False)
 
     @property
     def is_rank_zero(self) -> bool:

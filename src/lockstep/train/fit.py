@@ -30,7 +30,7 @@ from lockstep.telemetry import live_view
 from lockstep.telemetry.figures import EVALUATION, StragglerReporter
 from lockstep.telemetry.heartbeat import end_stopped_children
 from lockstep.telemetry.record import EventName, kind_of
-from lockstep.train.callbacks import Callbacks, EarlyStopping, RunView, check_callbacks
+from lockstep.train.callbacks import Callbacks, EarlyStopping, RunView
 from lockstep.train.checkpoints.model_state import check_export, load_state_dict, plain_names
 from lockstep.train.evaluate import Evaluation, Evaluator
 from lockstep.train.plan import PER_PROCESS, Plan, check_batch, check_task, devices_of, plural
@@ -40,7 +40,7 @@ from lockstep.train.recovery import Recovery
 from lockstep.train.settings import FitSettings, Monitor, refusing_unknown, settings_of
 from lockstep.train.skipping import NonFiniteStep
 from lockstep.train.stopping import StopSignals, exit_code_of
-from lockstep.train.task import Task, build_dataset, prepare
+from lockstep.train.task import Task, build_dataset, check_callbacks, prepare
 from lockstep.train.trainer import StepRecord, Trainer
 
 if TYPE_CHECKING:

@@ -1,5 +1,6 @@
 """What to train: `Task`, `Loss` for losses that are not a mean over the samples, and loading a task from a file."""
 
+import difflib
 import importlib.util
 import sys
 import threading
@@ -24,8 +25,40 @@ from lockstep.comm.world import World
 from lockstep.errors import ConfigurationError
 from lockstep.telemetry.heartbeat import num_calls
 from lockstep.torch_internals import is_counted_step, reparametrize_module
-from lockstep.train.callbacks import check_callbacks
 from lockstep.train.settings import refusing_unknown
+
+# The methods of a callback.
+_POINTS = ("on_start", "on_step_end", "on_evaluation", "on_checkpoint", "on_end")
+
+# What other trainers call them.
+_FOREIGN_POINTS = {
+    "on_train_begin": "on_start", "on_train_start": "on_start", "on_fit_start": "on_start", "on_fit_end": "on_end",
+    "on_train_end": "on_end", "on_train_batch_end": "on_step_end", "on_epoch_end": "on_step_end",
+    "on_train_epoch_end": "on_step_end", "on_validation_end": "on_evaluation", "on_evaluate": "on_evaluation",
+    "on_validation_epoch_end": "on_evaluation", "on_save": "on_checkpoint", "on_save_checkpoint": "on_checkpoint",
+}  # fmt: skip
+
+
+def check_callbacks(callbacks: Sequence[object]) -> None:
+    """Refuse what has no method that a run calls, or one that no run calls.
+
+    Raises:
+        ConfigurationError: There is such a callback; names the method that was probably meant.
+    """
+    for each in callbacks:
+        name = getattr(each, "__name__", type(each).__name__)
+        methods = [method for method in dir(each) if method.startswith("on_") and callable(getattr(each, method))]
+        unknown = [method for method in methods if method not in _POINTS]
+        if isinstance(each, type):
+            raise ConfigurationError(f"The callback {name} is a class.\nGive an object: callbacks=[{name}()].")
+        if unknown:
+            near = difflib.get_close_matches(unknown[0], _POINTS, n=1)
+            hint = f"Did you mean {_FOREIGN_POINTS.get(unknown[0], near[0] if near else _POINTS[0])}? "
+            raise ConfigurationError(
+                f"No run calls {unknown[0]} of the callback {name}.\n{hint}There are {', '.join(_POINTS)}."
+            )
+        if not methods:
+            raise ConfigurationError(f"The callback {name} has none of the methods {', '.join(_POINTS)}.\nDefine one.")
 
 
 @dataclass(frozen=True)
