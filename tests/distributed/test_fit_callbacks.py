@@ -344,17 +344,17 @@ class Logs:
 def test_what_a_callback_logs_is_in_the_record_its_report_and_the_sinks(ranks, tmp_path):
     def run(world):
         how = {"run_dir": tmp_path / "run", "log_to": f"tensorboard:{tmp_path / 'board'}", "view": "lines"}
-        return lockstep.fit(TASK, epochs=2, callbacks=[Logs()], **how).losses
+        return lockstep.fit(TASK, epochs=8, callbacks=[Logs()], **how).losses
 
     losses = ranks(2)(run)[0]
     steps = read_run(tmp_path / "run").zero.steps
     assert [line.logged.get("twice the loss") for line in steps] == pytest.approx([2 * loss for loss in losses])
-    assert [line.logged.get("half") for line in steps] == [None, 1.0, None, 2.0, None, 3.0]
+    assert [line.logged.get("half") for line in steps[:6]] == [None, 1.0, None, 2.0, None, 3.0]
     evaluations = [event.metrics for event in read_run(tmp_path / "run").zero.events if event.event == "evaluation"]
     assert evaluations[1] == {"bleu": 0.75} and evaluations[3] == {"bleu": 1.5}
-    report(tmp_path / "run", tmp_path / "page.html")
-    page = (tmp_path / "page.html").read_text()
-    assert "Logged: twice the loss" in page and "Evaluation: bleu" in page
+    page = report(tmp_path / "run").page
+    shown = [title for title in ("Logged: twice the loss", "Logged: half", "Evaluation: bleu") if title in page]
+    assert len(shown) == 3, shown
     (board,) = (tmp_path / "board").iterdir()
     content = board.read_bytes()
     assert b"log/twice_the_loss" in content and b"log/half" in content and b"eval/bleu" in content

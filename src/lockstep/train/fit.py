@@ -7,6 +7,7 @@ import contextlib
 import functools
 import inspect
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -39,7 +40,7 @@ from lockstep.train.recording import RunRecord
 from lockstep.train.recovery import Recovery
 from lockstep.train.settings import FitSettings, Monitor, refusing_unknown, settings_of
 from lockstep.train.skipping import NonFiniteStep
-from lockstep.train.stopping import StopSignals, exit_code_of
+from lockstep.train.stopping import StopSignals, called, exit_code_of
 from lockstep.train.task import Task, build_dataset, check_callbacks, prepare
 from lockstep.train.trainer import StepRecord, Trainer
 
@@ -284,7 +285,7 @@ class Run:
         self._announced: Place | None = None  # the last one that callbacks got
         self._saved: tuple[int, float | None] | None = None
         self._found: dict[str, float] = {}  # metrics after the step of the newest checkpoint
-        signals.num_steps_done = lambda: trainer.num_steps_done
+        signals.progress = self.progress
         # What is due after the last step, in order; the same on every rank.
         self._due: list[str] = []
         self._actions: dict[str, Callable[[], None]] = {
@@ -364,6 +365,12 @@ class Run:
             # A stopped run has saved without the evaluation that was due after the same step.
             self._due = ["evaluate"] * (state["owes_evaluation"] and self._evaluator is not None)
         return [f"passed over the checkpoint {why}" for why in self._checkpoints.passed_over]
+
+    def progress(self) -> str:
+        """Return in words what the run has done. Does not wait for the device."""
+        last = self._last_step
+        loss = "" if last is None or not last.loss.is_cpu else f", loss {float(last.loss):.4f}"
+        return f"step {self.num_steps_done} of {self.num_steps}{loss}"
 
     @property
     def num_steps_done(self) -> int:
@@ -641,16 +648,17 @@ class Run:
         # Not every rank has received the signal.
         names = all_gather_object(self._signals.asked(), group=self._world.group, device=self._world.device)
         name: str = next(name for name in names if name is not None)
+        losses = self._throughput.read()
+        loss = f", loss {losses[-1]:.4f}" if losses else ""
         text = (
-            f"Stopped by {'Ctrl-C' if name == 'SIGINT' else name} after step {self.num_steps_done} of "
-            f"{self.num_steps}, saved in {self._checkpoint}.\nThe same command resumes from there."
+            f"Stopped by {called(name)} after step {self.num_steps_done} of {self.num_steps}{loss}, saved in "
+            f"{self._checkpoint}.\nThe same command resumes from there."
         )
         self._summary = self._record.finish("stop", text)
         self._log_summary()
         if not self._signals.has_launcher:  # the launcher prints it
             self._display.log(text)
         self._signals.report(text)
-        self._throughput.read()
         return self._result(stopped=name)
 
     def complete(self) -> None:
@@ -727,6 +735,8 @@ class Run:
             self._record.close()
         finally:
             self._display.close()
+        if isinstance(sys.exc_info()[1], KeyboardInterrupt) and self._checkpoints is None and self._leads:
+            self._signals.say_not_saved("SIGINT")
         self.trainer.close()
 
     def _report(self) -> None:
