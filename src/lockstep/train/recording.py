@@ -89,7 +89,7 @@ class RunRecord:
             steps_per_epoch=trainer.plan.order.steps_per_epoch,
             num_skipped=lambda: len(trainer.nonfinite.found),
         )
-        self._recorder.on_recovery = self._recovered
+        self._recorder.num_done, self._recorder.on_recovery = lambda: trainer.num_steps_done, self._recovered
         self.sinks = self._recorder.sinks
         self._stamps = BucketStamps(self._device)
         if trainer.strategy.ours is not None:
@@ -185,9 +185,8 @@ class RunRecord:
             self._recorder.lead(display)
             self.sinks = self._recorder.sinks
 
-    def _recovered(self, _num_missed: int) -> int:
+    def _recovered(self, _num_done: int) -> None:
         self._release(None)
-        return self._trainer.num_steps_done
 
     def pause(self) -> None:
         """Begin a pause of the training for the next event."""
