@@ -478,7 +478,7 @@ class Recorded:
             for event in self.ranks[number].events:
                 # A rank that took part in a recovery may be lost before its line is written.
                 if number == self.zero.rank or event.event in ("error", "recovery"):
-                    text = event.text if event.event == "recovery" else ""  # several in the same step
+                    text = event.text if event.event in ("recovery", "evaluation") else ""  # several in a step
                     found.setdefault((event.event, event.step, text), event)
         return sorted(found.values(), key=lambda event: event.time)
 
