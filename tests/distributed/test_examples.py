@@ -1,5 +1,6 @@
 """The examples that use other libraries, and the one with a memory-mapped file, run as their first lines say."""
 
+import json
 import math
 import os
 import re
@@ -87,6 +88,27 @@ def test_a_loop_with_two_updates_goes_on_when_a_rank_is_killed_and_from_its_chec
             shutil.rmtree("runs")
     assert [int(start) for start, *_ in found] == [0, 0, 100]
     assert len({tuple(rest) for _, *rest in found}) == 1 and float(found[0][1]) < 0.12
+
+
+@pytest.mark.timeout(120)
+def test_the_best_averaged_weights_are_the_same_on_one_and_two_devices_and_stay_after_a_resume():
+    text = (EXAMPLES / "best_digits.py").read_text().split('"""')[1]
+    command = text.partition("\n\n")[2].replace("\\\n", " ").split()
+    assert command[:3] == ["lockstep", "train", "examples/best_digits.py"]
+    outputs = []
+    for devices in ("2", "1"):  # the second run is the resume of the first, and has nothing left to train
+        words = command[3:]
+        words[words.index("--devices") + 1] = devices
+        done = commands.lockstep("train", str(EXAMPLES / "best_digits.py"), *words, "--reproducible", "4", timeout=100)
+        assert done.code == 0, done.err
+        outputs.append((done.out, Path("runs/best.safetensors").read_bytes()))
+    (first, weights), (second, again) = outputs
+    assert re.findall(r"stopped early: .*", first) == re.findall(r"stopped early: .*", second) != []
+    assert weights == again
+    assert re.search(r"^\d is taken for \d, \d times$", first, re.M)
+    best = json.loads(Path("runs/best/best.json").read_text())
+    assert best["metric"] == "accuracy" and best["value"] > 0.98
+    assert max(float(found) for found in re.findall(r"accuracy ([\d.]+)$", first, re.M)) == round(best["value"], 4)
 
 
 @pytest.mark.soak

@@ -233,7 +233,7 @@ def test_a_write_that_fails_ends_the_run_on_all_ranks_and_leaves_the_one_before(
     newest = tmp_path / "step-0000000004"
     text = f"Cannot write the checkpoint {newest}: No space left on device.\nEarlier checkpoints were not changed."
     outcomes = ranks(2)(run)
-    found = [outcome[0].partition(" The disk has ")[0] for outcome in outcomes]
+    found = [outcome[0].partition(" It needs ")[0] for outcome in outcomes]
     assert found == [f"Rank {failing}: {text}" if failing else text] * 2
     assert all(4 < outcome[1] < 50 for outcome in outcomes), "at one of the next steps, not at the end"
     again = lockstep.fit(

@@ -172,7 +172,7 @@ def test_a_full_disk_is_no_dead_end(small_disk, world):
     held = ", ".join(f"step-00000000{step} (6 MiB)" for step in (10, 20, 30))
     assert str(error.value) == (
         f"Cannot write the checkpoint {path}/step-0000000040: No space left on device.\n"
-        f"Earlier checkpoints were not changed. The disk has 2 MiB free, and {path} holds {held}.\n"
+        f"Earlier checkpoints were not changed. It needs 6 MiB; the disk has 2 MiB free, and {path} holds {held}.\n"
         "Remove step-0000000010, step-0000000020, or keep fewer (--keep N): the next start removes the others first."
     )
     save_large(40, keep=1)
@@ -346,7 +346,7 @@ def test_a_write_that_fails_is_told_to_all_and_leaves_the_one_before(tmp_path, w
                 patch.setattr(os, "fsync", full)
                 patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3 << 30))
                 advice = (
-                    f" The disk has 3.0 GiB free, and {folder} holds step-0000000001 (0 MiB).\n"
+                    f" It needs 0 MiB; the disk has 3.0 GiB free, and {folder} holds step-0000000001 (0 MiB).\n"
                     "Make room on the disk, or write to another one."
                 )
             else:

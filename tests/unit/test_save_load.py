@@ -226,7 +226,7 @@ def test_full_disk(tmp_path, monkeypatch):
         with pytest.raises(CheckpointError) as caught:
             lockstep.save(tmp_path, step=2)
     assert str(caught.value) == (
-        f"{message.format('No space left on device')} The disk has 3.0 GiB free.\n"
+        f"{message.format('No space left on device')} It needs 0 MiB; the disk has 3.0 GiB free.\n"
         "Make room on the disk, or write to another one."
     )
     assert lockstep.load(tmp_path) == {"step": 1}

@@ -271,8 +271,8 @@ def _remove_checkpoint(path: Place) -> None:
 # --- write a checkpoint ---
 
 
-def _problem_of(what: Place, error: BaseException) -> str:
-    """Return the message for ``error``, which was raised while the checkpoint ``what`` was written."""
+def _problem_of(what: Place, error: BaseException, num_bytes: int = 0) -> str:
+    """Return the message for ``error``, which was raised while the checkpoint ``what`` of this size was written."""
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, storage.UnfitValueError):
@@ -284,12 +284,12 @@ def _problem_of(what: Place, error: BaseException) -> str:
     advice = ""
     if isinstance(error, OSError) and error.errno in _FULL and isinstance(what, Path):
         with contextlib.suppress(OSError):
-            advice = _how_to_make_room(what)
+            advice = _how_to_make_room(what, num_bytes)
     return f"Cannot write the checkpoint {what}: {why}.\nEarlier checkpoints were not changed.{advice}"
 
 
-def _how_to_make_room(path: Path) -> str:
-    """Return what fills the disk next to the checkpoint ``path``, with sizes, and what may be removed of it."""
+def _how_to_make_room(path: Path, num_bytes: int) -> str:
+    """Return what the checkpoint ``path`` needs and what fills its disk, with sizes, and what may be removed of it."""
     found = find_checkpoints(path.parent)
     paths = sorted(each.path for each in found if isinstance(each.path, Path))
     sizes = [f"{each.name} ({format_bytes(sum(file.stat().st_size for file in each.iterdir()))})" for each in paths]
@@ -297,8 +297,9 @@ def _how_to_make_room(path: Path) -> str:
     # What a run resumes from stays.
     old = [each.path.name for each in found if each.problem is None][1:]
     which = f"Remove {', '.join(sorted(old))}, or keep fewer (--keep N): the next start removes the others first."
+    free = format_bytes(shutil.disk_usage(path.parent).free)
     return (
-        f" The disk has {format_bytes(shutil.disk_usage(path.parent).free)} free{held}.\n"
+        f" It needs {format_bytes(num_bytes)}; the disk has {free} free{held}.\n"
         f"{which if old else 'Make room on the disk, or write to another one.'}"
     )
 
@@ -350,7 +351,7 @@ class Checkpoints:
         self._stale: list[Place] = []
         self._damaged: list[Place] = []
         self._number = 0
-        self._path = self.folder
+        self._path, self._num_bytes = self.folder, 0
         self._writes: list[Future[None]] = []  # of this rank's shard; on rank zero also of the checkpoint
         self._no_more_parts = threading.Event()
         try:
@@ -466,6 +467,7 @@ class Checkpoints:
         parts: dict[str, Any] = {name: state[name] for name in _TOP_LEVEL if name in state}
         parts["state"] = {name: value for name, value in state.items() if name not in parts}
         packer = storage.TreePacker(parts, is_coordinator=world.is_rank_zero)
+        self._num_bytes = packer.num_bytes
         ranks = packer.writers(world.world_size)
         if world.rank not in ranks:
             return
@@ -541,7 +543,7 @@ class Checkpoints:
         """The error on this rank, which the others may not know yet."""
         for write in self._writes:
             if self._problem is None and write.done() and (error := write.exception()) is not None:
-                self._problem = _problem_of(self._path, error)
+                self._problem = _problem_of(self._path, error, self._num_bytes)
         return self._problem
 
     def agree(self) -> None:
@@ -652,8 +654,8 @@ def save(
             if rank == 0:
                 storage.commit(folder, token, packer, world_size, {})
 
-        _on_all_ranks(folder, write_part)
-        _on_all_ranks(folder, complete)
+        _on_all_ranks(folder, write_part, packer.num_bytes)
+        _on_all_ranks(folder, complete, packer.num_bytes)
 
 
 def load(
@@ -762,14 +764,14 @@ def _read_alike(folder: Place) -> dict[str, Any]:
     raise CheckpointError(different or f"The checkpoint {folder} was replaced while it was read.\nTry again.")
 
 
-def _on_all_ranks(folder: Place, act: Callable[[], T]) -> T:
+def _on_all_ranks(folder: Place, act: Callable[[], T], num_bytes: int = 0) -> T:
     """Return what ``act`` returns here, or raise the error of the first rank that failed on every rank. Collective."""
     value: T | None = None
     problem = None
     try:
         value = act()
     except Exception as error:  # of any kind: the other ranks wait for this one
-        problem = _problem_of(folder, error)
+        problem = _problem_of(folder, error, num_bytes)
     _raise_first(_gather(problem))
     return cast(T, value)
 

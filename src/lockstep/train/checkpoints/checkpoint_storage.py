@@ -118,6 +118,11 @@ class TreePacker:
             return {"dict": [[key, self._pack(item, f"{place}.{key}")] for key, item in value.items()]}
         raise UnfitValueError(f"{kind.__module__}.{kind.__qualname__} at {place}")
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of all tensors, those of other ranks too."""
+        return sum(math.prod(each.size) * each.dtype.itemsize for each in self.tensors.values())
+
     def writers(self, world_size: int) -> range:
         """Return the ranks that write a shard file: only rank zero if nothing is sharded."""
         return range(world_size if self.is_sharded else 1)
