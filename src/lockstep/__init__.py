@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from lockstep.train.checkpoints.checkpoint import load as load
     from lockstep.train.checkpoints.checkpoint import save as save
     from lockstep.train.fit import fit as fit
+    from lockstep.train.inference import evaluate as evaluate
+    from lockstep.train.inference import predict as predict
     from lockstep.train.recovery import Recovery as Recovery
     from lockstep.train.task import Loss as Loss
     from lockstep.train.task import Task as Task
@@ -59,6 +61,7 @@ _HOMES = {
     "train.checkpoints.checkpoint": ["load", "save"],
     "train.callbacks": ["EarlyStopping"],
     "train.fit": ["fit"],
+    "train.inference": ["evaluate", "predict"],
     "train.recovery": ["Recovery"],
     "train.task": ["Loss", "Task"],
 }

@@ -1,6 +1,7 @@
 """Evaluation counts every sample exactly once, on any number of ranks."""
 
 import contextlib
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.comm import fully_shard
 from lockstep.errors import ConfigurationError
-from lockstep.train.evaluate import Evaluator
+from lockstep.train.evaluate import Evaluator, Inference
 from lockstep.train.settings import Settings
 from lockstep.train.trainer import Trainer
 from tests.training import make_task, samples, token_loss
@@ -39,7 +40,7 @@ def evaluate(world, strategy="ddp", size=NUM_EVAL, **changes):
     task = make_task(**fields)
     devices = [torch.device("cpu")] * (2 if strategy == "dp" else 1)
     loop = Trainer(task, Settings(), world, strategy=strategy, devices=devices)
-    return Evaluator(task, loop, task.eval_dataset()).run()
+    return Evaluator(task, partial(Inference.of, loop), task.eval_dataset()).run()
 
 
 def expected(size=NUM_EVAL):
@@ -80,7 +81,7 @@ def test_all_ranks_evaluate_with_the_batch_statistics_of_rank_zero_in_evaluation
         for _ in range(2):
             loop.step()
         before = loop.model[0].running_mean.clone()
-        found = Evaluator(task, loop, task.eval_dataset()).run()["loss"]
+        found = Evaluator(task, partial(Inference.of, loop), task.eval_dataset()).run()["loss"]
         assert loop.model.training
         alone = loop.model.eval()
         with torch.no_grad():
@@ -133,7 +134,7 @@ def check_modes(world, strategy):
     devices = [torch.device("cpu")] * (2 if strategy == "dp" else 1)
     loop = Trainer(task, Settings(), world, strategy=strategy, devices=devices)
     built, mean = loop._model, frozen_network()[0][0].running_mean
-    evaluator = Evaluator(task, loop, task.eval_dataset())
+    evaluator = Evaluator(task, partial(Inference.of, loop), task.eval_dataset())
     for fails[0] in (False, True, False):
         loop.step()
         modes = [module.training for module in built.modules()]
@@ -159,7 +160,8 @@ def test_a_metric_of_another_shape_is_refused():
         evaluate(None, "single", metrics=lambda model, batch: {"accuracy": torch.ones(())})
     assert str(error.value) == (
         "The metric 'accuracy' of a batch of 7 samples is a shape ().\n"
-        "Return a tensor of shape (7,), one value for each sample, or a Loss(total, count)."
+        "Return a tensor of shape (7,), one value for each sample, a Loss(total, count), or a metric of torchmetrics "
+        "that was updated."
     )
 
 

@@ -91,7 +91,7 @@ def test_the_data_must_have_a_length_that_is_not_zero():
     )
 
 
-def test_a_stream_is_for_training_only():
+def test_a_stream_may_be_trained_on_and_evaluated():
     class Stream(IterableDataset):
         """No length."""
 
@@ -100,7 +100,4 @@ def test_a_stream_is_for_training_only():
 
     task = make_task(dataset=Stream, eval_dataset=Stream)
     assert isinstance(build_dataset(task), Stream)
-    assert message(build_dataset, task, evaluation=True) == (
-        "Task.eval_dataset returned a Stream, which has no length or no index.\n"
-        "Return a data set with len() and [], such as a torch.utils.data.Dataset, or list(...) of the samples."
-    )
+    assert isinstance(build_dataset(task, evaluation=True), Stream)

@@ -41,6 +41,7 @@ _REMEDIES = {
 COMMANDS = {
     "run": ("lockstep.cli.run:run", "Start a script on every device, as torchrun does."),
     "train": ("lockstep.cli.train:train", "Train the task of a file on one device or many."),
+    "evaluate": ("lockstep.cli.train:evaluate", "Evaluate the weights of a checkpoint on a task's evaluation data."),
     "compare": ("lockstep.cli.studies:compare", "Compare one device, both engines and torch's own on a task."),
     "tune": ("lockstep.cli.studies:tune", "Find settings that train a task faster, and write them to a file."),
     "predict": ("lockstep.cli.studies:predict", "Is it faster on several machines here, and with what?"),

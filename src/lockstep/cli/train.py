@@ -227,3 +227,37 @@ def _train_here(task_file: str, settings: FitSettings) -> int:
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
         settings = replace(settings, devices=None)  # there may be fewer by now
     return fit_with(load_task(task_file), settings).exit_code
+
+
+@command()
+@click.argument("checkpoint")
+@click.argument("task_file", metavar="TASK.py")
+@click.option("--best", is_flag=True, help="Of a run, the checkpoint that --keep-best has kept; default: the newest.")
+@settings_options(FitSettings, "devices", "global_batch_size", "precision", "workers", "reproducible")
+def evaluate(checkpoint: str, task_file: str, best: bool, devices: int | None, **how: Any) -> int:
+    """Print loss and metrics of CHECKPOINT on the evaluation data of a task, each sample once.
+
+    CHECKPOINT is the folder of a run or of one checkpoint, a URL such as s3://bucket/run, or a file of --export.
+
+    Examples:
+      lockstep evaluate runs/digits examples/digits.py
+          the newest checkpoint of a run
+      lockstep evaluate runs/digits examples/digits.py --best --devices 2
+          the best one, on two devices
+      lockstep evaluate weights.safetensors examples/digits.py --precision bf16
+    """
+    if checkpoint.endswith(".py"):
+        raise ConfigurationError(
+            f"{checkpoint} is not a checkpoint.\nName it first: lockstep evaluate {task_file} {checkpoint}"
+        )
+    fork_server.start()
+    fork_server.import_modules(["lockstep.train.fit"])
+    from lockstep.train import inference
+    from lockstep.train.plan import num_devices
+    from lockstep.train.task import load_task
+
+    task = load_task(task_file)
+    found = inference.evaluate(task, model=checkpoint, best=best, devices=num_devices(devices), **how)
+    if int(os.environ.get("RANK", 0)) == 0:
+        click.echo(f"{task.name}: {'  '.join(f'{name} {value:.4f}' for name, value in found.items())}")
+    return 0

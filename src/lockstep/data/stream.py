@@ -65,13 +65,22 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class StreamOrder:
-    """The global batches of a stream: in the order of the stream; an epoch ends when the stream ends."""
+    """The global batches of a stream: in the order of the stream; an epoch ends when the stream ends.
+
+    With ``num_epochs`` it is read so many times, for an evaluation.
+    """
 
     batch_size: int
     seed: int
     drop_last: bool = False
+    num_epochs: int | None = None
     num_samples: None = None
     steps_per_epoch: None = None
+
+    @property
+    def field(self) -> str:
+        """The field of the task that made the stream."""
+        return "dataset" if self.num_epochs is None else "eval_dataset"
 
     def load(self, stream: Any, split: BatchSplit, how: LoadOptions, step: int, state: Any) -> Iterator[MicroBatch]:
         """Return the micro-batches of this process from ``step`` on, without end; still in host memory.
@@ -100,12 +109,13 @@ class StreamReader:
     def __init__(self, stream: Iterable[Any], order: StreamOrder, first_step: int = 0, state: Any = None) -> None:
         self._stream, self._order, self._first_step = stream, order, first_step
         self._start = state if isinstance(stream, Stateful) else None
-        self._is_tried = self._start is not None  # it was tested before it was kept
+        # It was tested before it was kept, or is not kept.
+        self._is_tried = self._start is not None or order.num_epochs is not None
         self.epoch = 0 if self._start is None else int(self._start["epoch"])
         self.problem: str | None = None
 
     def __iter__(self) -> Iterator[tuple[int, list[Any]]]:
-        """Yield the number and the samples of each step from the position on, without end.
+        """Yield the number and the samples of each step from the position on.
 
         Raises:
             ConfigurationError: The stream has no samples.
@@ -113,7 +123,7 @@ class StreamReader:
         """
         step = 0 if self._start is None else self._first_step
         start, expected = self._start, None
-        while True:
+        while self._order.num_epochs is None or self.epoch < self._order.num_epochs:
             iterator = self._begin(self._stream, step, start)
             is_empty = start is None
             start = None
@@ -130,7 +140,7 @@ class StreamReader:
                 step, is_empty = step + 1, False
             if is_empty:
                 raise ConfigurationError(
-                    "The stream of Task.dataset ended before the first global batch.\n"
+                    f"The stream of Task.{self._order.field} ended before the first global batch.\n"
                     "Check where it reads its samples from."
                 )
             self.epoch += 1
@@ -186,15 +196,15 @@ class StreamReader:
         except Exception as error:
             if isinstance(error, LockstepError) and not isinstance(error, DataError):
                 raise
-            raise _stream_error(error, len(samples), self.epoch, step) from error
+            raise _stream_error(error, len(samples), self.epoch, step, self._order.field) from error
         return samples
 
 
-def _stream_error(error: Exception, number: int, epoch: int, step: int) -> DataError:
+def _stream_error(error: Exception, number: int, epoch: int, step: int, field: str) -> DataError:
     """Return the error to raise for an error of the stream: with the same text in a loader process and in this one."""
     bad = BadSample.of(error, number, epoch, step)
     return bad.error(
-        f"The stream of Task.dataset cannot be read (epoch {epoch}, step {step}, sample {number} of it).\n{bad.cause}\n"
+        f"The stream of Task.{field} cannot be read (epoch {epoch}, step {step}, sample {number} of it).\n{bad.cause}\n"
         "Repair or remove what cannot be read. A stream ends where it raises an error, whatever bad_samples says; what "
         "has a length and an index can go on without such samples.",
         error.sample if isinstance(error, DataError) else None,

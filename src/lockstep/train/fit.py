@@ -33,7 +33,7 @@ from lockstep.telemetry.heartbeat import end_stopped_children
 from lockstep.telemetry.record import EventName, kind_of
 from lockstep.train.callbacks import Callbacks, EarlyStopping, RunView
 from lockstep.train.checkpoints.model_state import check_export, load_state_dict, plain_names
-from lockstep.train.evaluate import Evaluation, Evaluator
+from lockstep.train.evaluate import Evaluation, Evaluator, Inference
 from lockstep.train.plan import PER_PROCESS, Plan, check_batch, check_task, devices_of, plural
 from lockstep.train.profiling import AroundStep, profiled
 from lockstep.train.recording import RunRecord
@@ -273,12 +273,15 @@ class Run:
         self.trainer = trainer = Trainer(task, settings, world, strategy=settings.strategy, devices=devices)
         self._evaluator = None
         if task.eval_dataset is not None:
-            self._evaluator = Evaluator(task, trainer, build_dataset(task, evaluation=True))
+            inference = functools.partial(Inference.of, trainer)
+            self._evaluator = Evaluator(task, inference, build_dataset(task, evaluation=True))
         # Each rank computes the order of samples from its own length: with another length the batches would differ.
         check = functools.partial(check_same_data, how=trainer.loading, group=trainer.group, device=trainer.device)
         check(trainer.samples, "dataset", seed=settings.seed, epochs=having_epochs(trainer.samples))
         if self._evaluator is not None:
             check(self._evaluator.samples, "eval_dataset", seed=settings.seed)
+            if not world.is_late:
+                self._evaluator.try_out()
         self._evaluations: list[Evaluation] = []
         self._best: Evaluation | None = None
         self._checkpoint: Place | None = None

@@ -92,9 +92,11 @@ class Task:
             ``model`` has no wrappers, so its attributes and methods can be used.
         optimizer: Maps the model's trainable parameters to the optimizer.
         global_batch_size: Samples in one optimizer step over all devices.
-        eval_dataset: Returns the samples for evaluation, with ``len`` and ``[]``; evaluation reports the loss on them.
+        eval_dataset: Returns the samples for evaluation, as ``dataset``; a stream must end. Evaluation reports the loss
+            on them. The first batch is evaluated before the training, to find errors early.
         metrics: Maps ``(model, batch)`` to further metrics of an evaluation, by name: each is a tensor with one value
-            for each sample of the batch (the mean over all samples is reported), or a `Loss`.
+            for each sample of the batch (the mean over all samples is reported), a `Loss`, or a metric of torchmetrics
+            that the function has updated: it is reset before, and combines the states of all ranks.
         collate: Maps a list of samples to a batch; torch's ``default_collate`` if None.
         drop_last: Whether to skip the last global batch of an epoch if it is not full, for example for models with
             batch norm, which cannot train on a single sample. Otherwise its gradient is the mean over its samples.
@@ -318,16 +320,15 @@ def build_dataset(task: Task, *, evaluation: bool = False) -> Any:
     """Return the samples of ``task``, for training or for evaluation: with ``len`` and ``[]``, or an `IterableDataset`.
 
     Raises:
-        ConfigurationError: The data set is empty or has no length; only a data set for training may be a stream.
+        ConfigurationError: The data set is empty, or it is no stream and has no length.
     """
     field = "eval_dataset" if evaluation else "dataset"
     dataset: Any = getattr(task, field)()
-    is_stream = isinstance(dataset, IterableDataset)
-    if is_stream and not evaluation:
+    if isinstance(dataset, IterableDataset):
         return dataset
-    if is_stream or not (isinstance(dataset, Sized) and hasattr(dataset, "__getitem__")):
+    if not (isinstance(dataset, Sized) and hasattr(dataset, "__getitem__")):
         advice = "Return a data set with len() and [], such as a torch.utils.data.Dataset, or list(...) of the samples"
-        if isinstance(dataset, Iterable) and not evaluation:
+        if isinstance(dataset, Iterable):
             advice += (
                 ".\nFor a stream, return a torch.utils.data.IterableDataset whose __iter__ begins anew in each epoch; "
                 "a generator can be read only once"
