@@ -461,6 +461,7 @@ class Run:
         activity.now.phase = "evaluation"
         found = Evaluation(self.num_steps_done, self._evaluator.run())
         self._evaluations.append(found)
+        self.trainer.note_evaluation(found.metrics["loss"])
         if self._best is None or found.metrics["loss"] < self._best.loss:
             self._best, self.has_new_best = found, self._settings.keep_best
         text = f"evaluation: {'  '.join(f'{name} {value:.4f}' for name, value in found.metrics.items())}"

@@ -14,7 +14,7 @@ from lockstep.data.stream import StreamOrder
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.reduction_tree import LeafPlacement
 from lockstep.train.settings import FitSettings, Settings, refuse_ignored
-from lockstep.train.step import LearningRate, batch_scale
+from lockstep.train.step import LearningRate, batch_scale, makes_scheduler
 from lockstep.train.task import Task
 
 
@@ -150,6 +150,11 @@ def check_task(task: Task, settings: FitSettings) -> None:
         ConfigurationError: There is one.
     """
     refuse_ignored({**vars(settings), "eval_dataset": task.eval_dataset})
+    if settings.warmup and settings.schedule is None and makes_scheduler(task.schedule):
+        raise ConfigurationError(
+            "warmup cannot be combined with a scheduler of torch.\n"
+            "Omit warmup; in Task.schedule, let a LinearLR come first, in a SequentialLR."
+        )
 
 
 def check_batch(task: Task, settings: Settings, num_devices: int) -> None:

@@ -1,6 +1,7 @@
 """What to train: `Task`, `Loss` for losses that are not a mean over the samples, and loading a task from a file."""
 
 import importlib.util
+import inspect
 import sys
 import threading
 import traceback
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, IterableDataset
 
 from lockstep import activity
@@ -24,6 +26,7 @@ from lockstep.comm.world import World
 from lockstep.errors import ConfigurationError
 from lockstep.telemetry.heartbeat import num_calls
 from lockstep.torch_internals import is_counted_step, reparametrize_module
+from lockstep.train.checkpoints.model_state import plain_name, unwrap
 from lockstep.train.settings import refusing_unknown
 
 
@@ -56,7 +59,8 @@ class Task:
             stream in every process. On each machine `fit` calls it on one rank first, as it may download something.
         loss: Maps ``(model, batch)`` to a 0-dimensional tensor that is the mean over the batch's samples, or a `Loss`.
             ``model`` has no wrappers, so its attributes and methods can be used.
-        optimizer: Maps the model's trainable parameters to the optimizer.
+        optimizer: Maps the model's trainable parameters to the optimizer. If its parameter is called ``model``, it gets
+            the model; if ``named_parameters``, ``named_params`` or ``named``, pairs of name and parameter.
         global_batch_size: Samples in one optimizer step over all devices.
         eval_dataset: Returns the samples for evaluation, with ``len`` and ``[]``; evaluation reports the loss on them.
         metrics: Maps ``(model, batch)`` to further metrics of an evaluation, by name: each is a tensor with one value
@@ -64,7 +68,9 @@ class Task:
         collate: Maps a list of samples to a batch; torch's ``default_collate`` if None.
         drop_last: Whether to skip the last global batch of an epoch if it is not full, for example for models with
             batch norm, which cannot train on a single sample. Otherwise its gradient is the mean over its samples.
-        schedule: Maps ``(step, num_steps)`` to the factor on the learning rate at optimizer step ``step``, from 0.
+        schedule: Maps ``(step, num_steps)`` to the factor on the learning rate at optimizer step ``step``, from 0. Or,
+            if its first parameter is called ``optimizer``, maps ``(optimizer, num_steps)`` to a scheduler of torch;
+            a `ReduceLROnPlateau` gets the loss of each evaluation.
         after: Called with the trained model, without wrappers, on rank zero at the end.
         shard: Maps the model to its modules that strategy fsdp shards as units, innermost first; if None, these are the
             children of its outermost lists and sequences.
@@ -81,13 +87,13 @@ class Task:
     model: Callable[[], nn.Module]
     dataset: Callable[[], Dataset[Any]]
     loss: Callable[[nn.Module, Any], Tensor | Loss]
-    optimizer: Callable[[list[nn.Parameter]], Optimizer]
+    optimizer: Callable[[Any], Optimizer]
     global_batch_size: int
     eval_dataset: Callable[[], Dataset[Any]] | None = None
     metrics: Callable[[nn.Module, Any], Mapping[str, Tensor | Loss]] | None = None
     collate: Callable[[list[Any]], Any] | None = None
     drop_last: bool = False
-    schedule: Callable[[int, int], float] | None = None
+    schedule: Callable[[int, int], float] | Callable[..., LRScheduler] | None = None
     after: Callable[[nn.Module], object] | None = None
     shard: Callable[[nn.Module], Iterable[nn.Module]] | None = None
     prepare: Callable[[], object] | None = None
@@ -217,13 +223,49 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
     yield module
 
 
+def required_by(function: Callable[..., Any]) -> list[str]:
+    """Return the names of the parameters that have no default; none if ``function`` does not tell."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [each.name for each in parameters if each.default is each.empty and each.kind not in variable]
+
+
+def call_optimizer(make: Callable[[Any], object], model: nn.Module) -> object:
+    """Call `Task.optimizer` with what it wants of ``model``: parameters, names with parameters, or all of it."""
+    wanted = (required_by(make) or [""])[0]
+    if wanted == "model":
+        return make(unwrap(model))
+    named = [(plain_name(name), each) for name, each in model.named_parameters() if each.requires_grad]
+    return make(named if wanted in ("named_parameters", "named_params", "named") else [each for _, each in named])
+
+
+_SEVERAL = (
+    "Task.optimizer returned several objects, but a task has one loss and one optimizer.\n"
+    "For several optimizers, as of a GAN, write a script with lockstep.init and lockstep.DistributedDataParallel, such "
+    "as examples/recovery_gan.py."
+)
+_SCHEDULER = (
+    "Task.optimizer has made a learning-rate scheduler, which would have no effect: it is never stepped.\n"
+    "Return it from Task.schedule: schedule=lambda optimizer, num_steps: OneCycleLR(optimizer, total_steps=num_steps, "
+    "...)."
+)
+
+
 def build_optimizer(task: Task, model: nn.Module) -> Optimizer:
     """Return the optimizer of ``task`` for the trainable parameters of ``model``.
 
     Raises:
-        ConfigurationError: ``Task.optimizer`` does not return an optimizer.
+        ConfigurationError: ``Task.optimizer`` does not return an optimizer, but several, or with a scheduler.
     """
-    optimizer: object = task.optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
+    optimizer = call_optimizer(task.optimizer, model)
+    if isinstance(optimizer, Mapping | list | tuple):
+        items = optimizer.values() if isinstance(optimizer, Mapping) else optimizer
+        raise ConfigurationError(_SCHEDULER if any(isinstance(each, LRScheduler) for each in items) else _SEVERAL)
+    if isinstance(optimizer, Optimizer) and is_counted_step(optimizer.step):
+        raise ConfigurationError(_SCHEDULER)
     if not isinstance(optimizer, Optimizer):
         raise ConfigurationError(
             f"Task.optimizer returned a {type(optimizer).__name__}, not a torch.optim.Optimizer.\n"
@@ -257,18 +299,12 @@ _ALL_EVAL = (
     "All modules of the model are in evaluation mode, as from_pretrained() leaves them: dropout is off, and batch norm "
     "keeps its statistics.\nfit keeps the modes of Task.model: call model.train() there, unless this is intended."
 )
-_SCHEDULER = (
-    "Task.optimizer has made a learning-rate scheduler, which has no effect: fit sets the rates in each step, from "
-    "those that the optimizer begins with.\nGive the schedule as Task.schedule."
-)
 
 
-def warn_early(model: nn.Module, optimizer: Optimizer) -> None:
-    """Warn if no module of ``model`` is in training mode, or if ``optimizer`` has a scheduler."""
+def warn_early(model: nn.Module) -> None:
+    """Warn if no module of ``model`` is in training mode."""
     if not any(module.training for module in model.modules()):
         warnings.warn(_ALL_EVAL, stacklevel=2)
-    if is_counted_step(optimizer.step):
-        warnings.warn(_SCHEDULER, stacklevel=2)
 
 
 def build_dataset(task: Task, *, evaluation: bool = False) -> Any:
