@@ -227,6 +227,7 @@ class TorchScheduler:
         evaluates: Whether there are losses for a `ReduceLROnPlateau`.
 
     Attributes:
+        num_done: Number of steps that it has made.
         losses: Of evaluations, by the number of steps before.
 
     Raises:
@@ -236,15 +237,17 @@ class TorchScheduler:
     def __init__(self, rate: LearningRate, optimizer: Optimizer, *, evaluates: bool) -> None:
         self._rate, self._optimizer, self._evaluates = rate, optimizer, evaluates
         self._begin = [{key: each[key] for key in _SCHEDULED if key in each} for each in optimizer.param_groups]
-        self.restart({})
+        self.restart(0, {})
 
-    def restart(self, losses: Mapping[int, float]) -> None:
-        """Make the scheduler again, for the options that the optimizer began with, and step it for ``losses``."""
+    def restart(self, num_done: int, losses: Mapping[int, float]) -> None:
+        """Make the scheduler again, for the options that the optimizer began with, and step it as often."""
         groups, make = self._optimizer.param_groups, self._rate.decay
         for group, begin in zip(groups, self._begin, strict=True):
             group.update(copy.deepcopy(begin))  # a rate may be a tensor
-            group.pop("initial_lr", None)
         set_rates(self._optimizer, [float(group["lr"]) for group in groups], self._rate.scale)
+        for group in groups:
+            if "initial_lr" in group:  # of a scheduler before, which this one would take; its place shows in a checksum
+                group["initial_lr"] = copy.deepcopy(group["lr"])
         assert callable(make)
         made: object = make(*(self._optimizer, self._rate.num_steps)[: len(required_by(make))])
         if not isinstance(made, LRScheduler):
@@ -258,15 +261,16 @@ class TorchScheduler:
                 "Add eval_dataset=... to the task, or use another scheduler."
             )
         mark_stepped(self._optimizer)  # in the run that is resumed
-        self._made, self._num_done, self.losses = made, 0, dict[int, float]()
+        self._made, self.num_done, self.losses = made, 0, dict[int, float]()
+        self.advance(num_done)
         for step, loss in losses.items():
             self.add_loss(step, loss)
 
     def advance(self, num_updates: int) -> None:
         """Set the options of the optimizer for the update after ``num_updates``."""
-        while self._num_done < num_updates and not isinstance(self._made, ReduceLROnPlateau):
+        while self.num_done < num_updates and not isinstance(self._made, ReduceLROnPlateau):
             self._made.step()
-            self._num_done += 1
+            self.num_done += 1
 
     def add_loss(self, step: int, loss: float) -> None:
         """Step a `ReduceLROnPlateau` by the loss of the evaluation after ``step`` steps, unless it was."""

@@ -758,7 +758,7 @@ class Trainer:
             "num_updates": self._num_updates,
             **model_state.local_state_dict(self._model, optimizer),
             "scaler": None if self.scaler is None else asdict(self.scaler),
-            "scheduler": None if self._scheduler is None else {"losses": self._scheduler.losses},
+            "scheduler": None if self._scheduler is None else [self._scheduler.num_done, self._scheduler.losses],
             "stream": self.batches.state(),
         }
 
@@ -797,7 +797,8 @@ class Trainer:
         self.num_steps_done = state["num_steps_done"]
         self._num_updates = state["num_updates"]
         if self._scheduler is not None:
-            self._scheduler.restart((state.get("scheduler") or {}).get("losses", {}))
+            # If the run began with another schedule, this one has its place from the next update on.
+            self._scheduler.restart(*(state.get("scheduler") or (self._num_updates, {})))
         self.batches.seek(self.num_steps_done, state.get("stream"))
         now = reproducible.describe_machine(self.device)
         if self.settings.reproducible is not None and state["machine"] != now:
