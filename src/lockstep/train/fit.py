@@ -211,9 +211,10 @@ def describe_plan(task: Task, settings: FitSettings, plan: Plan, device: torch.d
         scaling = f"{rule} from base batch {plan.base_batch_size} to {order.batch_size}"
     decay = "the task's own schedule" if callable(rate.decay) else rate.decay
     warmup = f"warm-up over {plural(rate.warmup, 'step')}, then" if rate.warmup else "no warm-up,"
+    values = [f"{name}={value}" for name, value in task.parameters.items()]
+    name = f"{task.name} ({', '.join(values)})" if values else task.name
     return [
-        f"{task.name}: strategy {settings.strategy} on {plural(num_devices, kind)}, {settings.precision}, {size}, "
-        f"{length}",
+        f"{name}: strategy {settings.strategy} on {plural(num_devices, kind)}, {settings.precision}, {size}, {length}",
         batch,
         f"learning rate x {rate.scale:.4g}: {scaling}; {warmup} {decay}",
     ]

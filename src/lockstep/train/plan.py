@@ -149,6 +149,9 @@ def check_task(task: Task, settings: FitSettings) -> None:
     Raises:
         ConfigurationError: There is one.
     """
+    if not isinstance(task, Task):
+        advice = "Call it: fit(task(...))." if callable(task) else "Pass the task."  # type: ignore[unreachable]
+        raise ConfigurationError(f"fit got a {type(task).__name__}, not a lockstep.Task.\n{advice}")
     refuse_ignored({**vars(settings), "eval_dataset": task.eval_dataset})
     if settings.warmup and settings.schedule is None and makes_scheduler(task.schedule):
         raise ConfigurationError(

@@ -7,7 +7,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +28,7 @@ from lockstep.telemetry.heartbeat import num_calls
 from lockstep.torch_internals import is_counted_step, reparametrize_module
 from lockstep.train.checkpoints.model_state import plain_name, unwrap
 from lockstep.train.settings import refusing_unknown
+from lockstep.train.task_file import TaskSpec, find_task, read_parameters, without_task
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class Task:
         epochs: Default number of passes over the data set.
         name: The name of the task in reports; by default commands use the name of its file.
         counts: The name of the items that a `Loss` counts, in reports.
+        parameters: Values that the task was made with, by name, for the record of the run; `load_task` sets them.
 
     Raises:
         ConfigurationError: A number is not positive, or a value that must be a function is not callable.
@@ -100,25 +102,26 @@ class Task:
     epochs: int = 1
     name: str = "task"
     counts: str = "tokens"
+    parameters: Mapping[str, bool | int | float | str | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for field in ("global_batch_size", "epochs"):
-            number: object = getattr(self, field)
+        for name in ("global_batch_size", "epochs"):
+            number: object = getattr(self, name)
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                raise ConfigurationError(f"Task.{field} is {number!r}.\nGive a whole number of at least 1.")
+                raise ConfigurationError(f"Task.{name} is {number!r}.\nGive a whole number of at least 1.")
         examples = {
             "model": "model=Net, not model=Net()",
             "dataset": "dataset=lambda: MyDataset(...)",
             "loss": "loss=my_loss, with def my_loss(model, batch)",
             "optimizer": "optimizer=lambda params: AdamW(params, lr=3e-4)",
         }
-        for field in (*examples, "eval_dataset", "metrics", "collate", "schedule", "after", "shard", "prepare"):
-            value: object = getattr(self, field)
+        for name in (*examples, "eval_dataset", "metrics", "collate", "schedule", "after", "shard", "prepare"):
+            value: object = getattr(self, name)
             # A module is callable, but does not create a model.
-            is_made = field == "model" and isinstance(value, nn.Module)
-            if is_made or not (callable(value) or (value is None and field not in examples)):
-                example = f", such as {examples[field]}" if field in examples else ""
-                raise ConfigurationError(f"Task.{field} is a {type(value).__name__}.\nGive a function{example}.")
+            is_made = name == "model" and isinstance(value, nn.Module)
+            if is_made or not (callable(value) or (value is None and name not in examples)):
+                example = f", such as {examples[name]}" if name in examples else ""
+                raise ConfigurationError(f"Task.{name} is a {type(value).__name__}.\nGive a function{example}.")
 
 
 _POLL_S = 0.1  # how often the making of a data set is watched
@@ -341,36 +344,31 @@ T = TypeVar("T")
 def load_task(spec: str) -> Task:
     """Return the task that ``spec`` names: ``FILE.py`` for its attribute ``task``, or ``FILE.py:NAME``.
 
-    The attribute is a `Task`, or a function without arguments that returns one. The file runs as a module, with its
-    folder on ``sys.path``.
+    The attribute is a `Task`, or a function that returns one; its parameters get the values of a `TaskSpec`. The file
+    runs as a module, with its folder on ``sys.path``.
 
     Raises:
         ConfigurationError: The file or the attribute does not exist, it is not a task, or the file raises an error;
             names the line.
     """
-    file, _, name = spec.rpartition(":")
-    if not file.endswith(".py"):
-        file, name = spec, "task"
-    path = Path(file)
-    if not path.is_file():
-        kind = "is a folder" if path.is_dir() else "does not exist"
-        raise ConfigurationError(f"{path} {kind}.\nName a Python file that has a lockstep.Task.")
+    path, name = find_task(spec)
     module = _explain_errors(path, lambda: _import(path))
     found: object = getattr(module, name, None)
     if found is None:
-        others = [key for key, value in vars(module).items() if isinstance(value, Task)]
-        hint = f"Name what it has: {path}:{others[0]}" if others else f"Define one: {name} = lockstep.Task(...)"
-        raise ConfigurationError(f"{path} has no {name!r}.\n{hint}")
-    if not isinstance(found, Task) and callable(found):
-        found = _explain_errors(path, found)
+        raise without_task(path, name, [key for key, value in vars(module).items() if isinstance(value, Task)])
+    values = read_parameters(found, spec.parameters if isinstance(spec, TaskSpec) else {}, f"{path}: {name}")
+    if callable(found):
+        found = _explain_errors(path, partial(found, **values))
     if not isinstance(found, Task):
         raise ConfigurationError(
             f"{path}: {name} is a {type(found).__name__}, not a lockstep.Task.\n"
-            "It must be a Task, or a function without arguments that returns one."
+            "It must be a Task, or a function that returns one."
         )
     # By default the name of a task is that of its file.
     own_name = path.stem if name == "task" else f"{path.stem}:{name}"
-    return found if found.name != Task.name else replace(found, name=own_name)
+    values = {key: value for key, value in values.items() if isinstance(value, bool | int | float | str | None)}
+    name = own_name if found.name == Task.name else found.name
+    return replace(found, name=name, parameters=values | {**found.parameters})
 
 
 def _import(path: Path) -> ModuleType:

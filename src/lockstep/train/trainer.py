@@ -724,6 +724,7 @@ class Trainer:
         """Return the values that may change when a run is resumed, by name; a line says which have."""
         rate, base = self.plan.learning_rate, self._base_rates
         return {
+            **self._task.parameters,
             "steps": self.plan.num_steps,
             "schedule": rate.decay if isinstance(rate.decay, str) else "of the task",
             "warmup": rate.warmup,
