@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from lockstep.cli import INTERRUPTED, command
-from lockstep.cli.train import settings_options, takes_task
+from lockstep.cli.train import devices_of_flag, settings_options, takes_task
 from lockstep.env import RankEnv
 from lockstep.errors import EXIT_CODE, ConfigurationError
 from lockstep.launcher import fork_server
@@ -22,7 +22,9 @@ from lockstep.study.rehearse.fault_rules import check_ranks, describe_kinds, par
 from lockstep.telemetry.cost import Price
 from lockstep.train.settings import Settings, check_engine, read_settings
 
-_DEVICES = click.option("--devices", type=int, metavar="N", help="Devices; default: all GPUs, or 2 CPU processes.")
+_DEVICES = click.option(
+    "--devices", type=devices_of_flag, metavar="N", help="Devices; default: all GPUs, or 2 CPU processes."
+)
 _STRATEGIES = click.option("--strategies", metavar="LIST", help="Comma-separated strategies to try, such as ddp,fsdp.")
 _JSON = click.option("--json", "json_file", metavar="FILE", help="Write the results as JSON.")
 _HTML = click.option("--html", "html_file", metavar="FILE", help="Write a page with a plot, which needs no network.")

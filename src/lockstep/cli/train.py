@@ -89,6 +89,11 @@ def _numbers(text: str | tuple[float, ...]) -> tuple[float, ...]:
         raise click.BadParameter(f"{text!r} is not a list of numbers such as 2,1,1.") from None
 
 
+def devices_of_flag(text: str) -> Any:
+    """Read a number of devices; None: the word auto, which is the default."""
+    return None if text == "auto" else click.INT(text)
+
+
 def _option(setting: Setting) -> Callable[[F], F]:
     flag = "--" + setting.name.replace("_", "-")
     how: dict[str, Any] = {"default": setting.default, "help": setting.help}
@@ -97,6 +102,7 @@ def _option(setting: Setting) -> Callable[[F], F]:
         return click.option(switch, setting.name, is_flag=True, **how)
     kinds: dict[str, Any] = {
         "int": click.INT,
+        "devices": devices_of_flag,
         "float": click.FLOAT,
         "path": click.Path(),
         "choice": click.Choice(setting.choices),

@@ -29,7 +29,7 @@ from lockstep.telemetry.heartbeat import end_stopped_children
 from lockstep.telemetry.record import EventName, kind_of
 from lockstep.train.checkpoints.model_state import check_export
 from lockstep.train.evaluate import Evaluation, Evaluator
-from lockstep.train.plan import PER_PROCESS, Plan, check_batch, check_task, devices_of, plural
+from lockstep.train.plan import PER_PROCESS, Plan, check_batch, check_task, devices_of, num_devices, plural
 from lockstep.train.profiling import AroundStep, profiled
 from lockstep.train.recording import RunRecord
 from lockstep.train.recovery import Recovery
@@ -313,6 +313,11 @@ class Run:
         if self._first_step:
             changes = f"; changed: {', '.join(trainer.changes)}" if trainer.changes else ""
             lines.append(f"resumed after step {self._first_step} of {self.num_steps}{changes}")
+            if self._first_step == self.num_steps:
+                lines[-1] = (
+                    f"nothing left to do: all {self.num_steps} steps are done; --epochs N or --steps N for more, or "
+                    "--no-resume for a new run"
+                )
         num_devices = len(trainer.devices) if trainer.group is None else self._world.world_size
         plan = describe_plan(self._task, self._settings, trainer.plan, trainer.device, num_devices)
         if trainer.strategy.note is not None:
@@ -709,7 +714,7 @@ def fit(task: Task, settings: FitSettings) -> FitResult:
         RankFailed: A rank that it started raised another error; the message contains its traceback.
     """
     is_rank = RankEnv.from_environ(os.environ).launcher is not Launcher.NONE or is_initialized()
-    num_ranks = settings.devices or 1
+    num_ranks = 1 if settings.devices is None else num_devices(settings.devices)
     if is_rank or num_ranks == 1 or settings.strategy not in PER_PROCESS:
         return fit_with(task, settings)
     # Imported here, because the import is slow.

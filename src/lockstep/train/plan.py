@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
+from typing import Literal
 
 import torch
 
@@ -63,7 +64,7 @@ def devices_of(settings: FitSettings, world: World) -> list[torch.device]:
     Raises:
         ConfigurationError: ``devices`` does not match the number of processes, or exceeds the GPUs of this machine.
     """
-    strategy, wanted = settings.strategy, settings.devices
+    strategy, wanted = settings.strategy, None if settings.devices == "auto" else settings.devices
     is_alone = world.world_size == 1
     problem = None
     if strategy in PER_PROCESS and wanted not in (None, world.world_size):
@@ -89,13 +90,14 @@ def devices_of(settings: FitSettings, world: World) -> list[torch.device]:
     return [torch.device(world.device.type, index) for index in range(num_devices(wanted))]
 
 
-def num_devices(wanted: int | None) -> int:
+def num_devices(wanted: int | Literal["auto"] | None) -> int:
     """Return the number of devices: ``wanted``, otherwise all GPUs of this machine, otherwise one CPU.
 
     Raises:
         ConfigurationError: The machine has fewer GPUs.
     """
-    check_count(wanted or 0)
+    wanted = 0 if wanted in (None, "auto") else int(wanted)
+    check_count(wanted)
     return wanted or torch.accelerator.device_count() or 1
 
 

@@ -310,6 +310,12 @@ def warn_early(model: nn.Module) -> None:
         warnings.warn(_ALL_EVAL, stacklevel=2)
 
 
+_SPLIT = (
+    "Task.{} returned a stream that split_dataset_by_node has divided: each rank reads another part, of which it "
+    "takes its own.\nOmit split_dataset_by_node: Lockstep divides each global batch among the ranks."
+)
+
+
 def build_dataset(task: Task, *, evaluation: bool = False) -> Any:
     """Return the samples of ``task``, for training or for evaluation: with ``len`` and ``[]``, or an `IterableDataset`.
 
@@ -319,6 +325,9 @@ def build_dataset(task: Task, *, evaluation: bool = False) -> Any:
     field = "eval_dataset" if evaluation else "dataset"
     dataset: Any = getattr(task, field)()
     is_stream = isinstance(dataset, IterableDataset)
+    # Of Hugging Face's ``datasets``, in which no method tells.
+    if is_stream and vars(dataset).get("_distributed") is not None:
+        warnings.warn(_SPLIT.format(field), stacklevel=2)
     if is_stream and not evaluation:
         return dataset
     if is_stream or not (isinstance(dataset, Sized) and hasattr(dataset, "__getitem__")):
