@@ -53,6 +53,7 @@ def message(function, *args):
 def test_values_are_read_by_annotation_or_default(path):
     found = load_task(pickle.loads(pickle.dumps(spec(path, lr="1e-4", flag="true", name="none", mode="b", dim="64"))))
     assert found.parameters == {"lr": 1e-4, "dim": 64, "flag": True, "name": None, "mode": "b"}
+    assert list(found.parameters) == ["lr", "dim", "flag", "name", "mode"], "as declared"
     assert load_task(spec(path, lr="1", name="None7")).parameters["name"] == "None7"
 
 

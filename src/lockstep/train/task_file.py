@@ -97,7 +97,7 @@ def read_parameters(make: object, given: Mapping[str, str], where: str) -> dict[
             raise ConfigurationError(f"{where}: --set {name}={text} is not allowed.\n{takes}") from None
     if missing := [name for name in declared if name not in values]:
         raise ConfigurationError(f"{where} needs a value of {missing[0]}.\nGive --set {missing[0]}=VALUE. {takes}")
-    return values
+    return {name: values[name] for name in declared}
 
 
 def _read(text: str, kind: Any) -> Any:
