@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from lockstep.study.report.run_page import report as report
     from lockstep.study.tune import tune as tune
     from lockstep.study.verify.diagnose import verify as verify
+    from lockstep.train.callbacks import EarlyStopping as EarlyStopping
     from lockstep.train.checkpoints.checkpoint import load as load
     from lockstep.train.checkpoints.checkpoint import save as save
     from lockstep.train.fit import fit as fit
@@ -56,6 +57,7 @@ _HOMES = {
     "study.tune": ["tune"],
     "study.verify.diagnose": ["verify"],
     "train.checkpoints.checkpoint": ["load", "save"],
+    "train.callbacks": ["EarlyStopping"],
     "train.fit": ["fit"],
     "train.recovery": ["Recovery"],
     "train.task": ["Loss", "Task"],

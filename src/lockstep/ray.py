@@ -14,7 +14,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from typing_extensions import override
 from lockstep.adoption import adopt
 from lockstep.comm.world import init
 from lockstep.errors import ConfigurationError
+from lockstep.train.callbacks import RunView
 from lockstep.train.checkpoints.checkpoint import find_checkpoints
 from lockstep.train.checkpoints.object_store import place_of
 from lockstep.train.fit import FitResult, fit_with
@@ -187,7 +188,18 @@ def fit(task: Task, /, **settings: Any) -> FitResult:
     others = [(each.step, each.path.name) for each in reversed(found) if each.problem is None]
     for step, name in ray.train.collective.broadcast_from_rank_zero(others):
         report(name, {"step": step})  # of workers that were ended before Ray heard of it, or it would never go
-    return fit_with(task, all_settings, on_checkpoint=lambda path, found: report(path.name, found))
+    return fit_with(replace(task, callbacks=[*task.callbacks, _Reporting(report)]), all_settings)
+
+
+class _Reporting:
+    """The callback that reports checkpoints."""
+
+    def __init__(self, report: Callable[[str, dict[str, float]], None]) -> None:
+        self._report = report
+
+    def on_checkpoint(self, run: RunView) -> None:
+        if run.checkpoint is not None:
+            self._report(run.checkpoint.name, dict(run.found))
 
 
 def _url_of(storage: Any) -> str:

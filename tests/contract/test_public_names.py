@@ -13,6 +13,7 @@ PUBLIC_NAMES = {
     "DiLoCo",
     "DistributedDataParallel",
     "DistributedSampler",
+    "EarlyStopping",
     "LocalSGD",
     "Loss",
     "Recovery",

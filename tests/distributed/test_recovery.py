@@ -507,7 +507,7 @@ def test_a_signal_during_a_recovery_ends_the_job(tmp_path, number, saves):
     pids = (tmp_path / "once-pids").read_text().split()
     assert len(pids) >= 4 and not any(os.path.exists(f"/proc/{pid}") for pid in pids)
     if saves:
-        assert code == 75 and re.search("Stopped by SIGTERM after step 1[0-2] of 27, saved in", text)
+        assert code == 75 and re.search("Stopped by SIGTERM after step 1[0-2] of 27, loss [0-9.]+, saved in", text)
     else:
         assert code in (128 + number, -number) and "restart" not in text
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import lockstep
+from lockstep.telemetry.record import read_run
 from tests.distributed.commands import lockstep as run_lockstep
 from tests.distributed.test_recovery import FAULTS
 
@@ -142,6 +143,30 @@ def test_several_updates_and_collectives_behind_them(run):
     done = run(GAN, "begin0@1 between2@0 behind3@1 between5@1 begin7@0 behind11@0")
     assert sorted(re.findall("state .*", done.out)) == undisturbed, done.err
     assert done.err.count("is back") == 6 and "restart" not in done.err
+
+
+@pytest.mark.parametrize(("where", "lost"), [("before", 1), ("after", 0)])
+def test_the_monitor_counts_the_steps_of_a_block_that_is_done_again_once(run, tmp_path, where, lost):
+    folder, left = tmp_path / "record", 1 - lost
+    call = f"    lockstep.monitor([critic, generator], run_dir={str(folder)!r})\n"
+    place = re.search(r"^    recovery = " if where == "before" else r"^    while ", GAN, re.MULTILINE).start()
+    # The critic has two updates in a block; each ends a step of the monitor, and that of the generator does not.
+    second = """
+            lose(f"middle{step}")
+            critic(torch.ones(4, 8)).mean().backward()
+            critic_optimizer.step()
+            critic_optimizer.zero_grad()"""
+    script = (GAN[:place] + call + GAN[place:]).replace("scaler.update()", "scaler.update()" + second)
+    done = run(script, f"begin1@{lost} middle3@{lost} between6@{lost} behind9@{lost}")
+    assert done.err.count("is back") == 4 and "restart" not in done.err
+    record = read_run(folder)
+    steps = {rank: [line.step for line in record.ranks[rank].steps] for rank in range(2)}
+    assert record.gaps == [] and steps[left] == [*range(24)]
+    # Of a rank that is lost, the last steps before that may not have been written.
+    assert [step for step in steps[lost] if step >= 18] == [*range(18, 24)]
+    assert [event.step for event in record.events if event.event == "recovery"] == [2, 6, 12, 18]
+    ends = [event for rank in record.ranks.values() for event in rank.events if event.event == "end"]
+    assert [(event.step, event.text) for event in ends] == [(24, "24 steps done")] * 2
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -134,7 +135,7 @@ def test_what_a_rank_finds_wrong_with_the_task_needs_no_traceback():
     )
 
 
-def test_ctrl_c_is_one_line_and_leaves_no_process():
+def test_ctrl_c_says_what_was_done_and_leaves_no_process():
     arguments = ["train", "mine.py", "--epochs", "1000000", "--eval-every", "50", "--devices", "2"]
     process = commands.start(*arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
     try:
@@ -145,7 +146,11 @@ def test_ctrl_c_is_one_line_and_leaves_no_process():
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 130
-    assert errors.strip() == "lockstep: stopped by Ctrl-C"
+    assert re.fullmatch(
+        r"lockstep: Stopped by Ctrl-C after step \d+ of \d+, loss \d\.\d+; nothing was saved, because no folder for "
+        r"checkpoints was given\.\nAdd checkpoint=.*\n\nlockstep: stopped by Ctrl-C\n",
+        errors,
+    ), errors
     deadline = time.monotonic() + 20
     while any_in_group(process.pid) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -1,6 +1,7 @@
 """The checkpoints of a run: whole or not there, the newest whole one is loaded, some are kept, written on the side."""
 
 import contextlib
+import json
 import os
 import shutil
 import subprocess
@@ -24,6 +25,7 @@ from lockstep.train.checkpoints.checkpoint import (
 from lockstep.train.checkpoints.checkpoint_storage import plan_slabs
 from lockstep.train.checkpoints.model_state import read_tensors, whole_file
 from lockstep.train.checkpoints.object_store import place_of
+from lockstep.train.settings import Monitor
 from tests.training import read_state
 from tests.unit.test_save_load import kill_everywhere
 
@@ -46,7 +48,7 @@ def place(request, tmp_path):
 
 
 def names(folder):
-    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("lock"))
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith(("lock", "best")))
 
 
 def state_of(step):
@@ -105,30 +107,35 @@ def test_the_last_ones_are_kept_and_the_newest_is_loaded(place, world):
 
 def test_which_are_to_go():
     def found(step, loss=None, problem=None):
-        return FoundCheckpoint(checkpoint.Path(f"step-{step}"), step, step, loss, problem=problem)
+        metrics = {} if loss is None else {"loss": loss, "accuracy": -loss}
+        return FoundCheckpoint(checkpoint.Path(f"step-{step}"), step, step, metrics, problem=problem)
 
     all_of_them = [found(6, problem="bad"), found(5), found(4, 0.3), found(3, 0.2), found(2, 0.1), found(1, 0.1)]
 
     def steps(**how):
         return [each.step for each in checkpoint.to_remove(all_of_them, **how)]
 
-    assert steps(keep=2, keep_best=False) == [3, 2, 1]
-    assert steps(keep=2, keep_best=True) == [3, 2]
-    assert steps(keep=3, keep_best=True) == [2], "of two equally good ones the older stays"
-    assert steps(keep=9, keep_best=False) == []
-    assert steps(keep=1, keep_best=False, damaged=[checkpoint.Path("step-5")]) == [3, 2, 1]
+    loss = Monitor.of(True)
+    assert steps(keep=2, best=None) == [3, 2, 1]
+    assert steps(keep=2, best=loss) == [3, 2]
+    assert steps(keep=3, best=loss) == [2], "of two equally good ones the older stays"
+    assert steps(keep=3, best=Monitor.of("accuracy:max")) == [2]
+    assert steps(keep=3, best=Monitor.of("accuracy:min")) == [2, 1], "it is among the newest"
+    assert steps(keep=3, best=Monitor.of("another")) == [2, 1]
+    assert steps(keep=9, best=None) == []
+    assert steps(keep=1, best=None, damaged=[checkpoint.Path("step-5")]) == [3, 2, 1]
 
 
 def test_a_start_keeps_as_many_as_a_save_does(place, world):
     with Checkpoints(place, world, keep=9) as checkpoints:
         for step, loss in ((1, 0.1), (2, 0.5), (3, 0.4), (4, 0.3)):
-            checkpoints.save(state_of(step), step=step, loss=loss)
+            checkpoints.save(state_of(step), step=step, metrics=None if loss is None else {"loss": loss})
         checkpoints.finish()
     newest = place / "step-0000000004"
     (shard,) = (path for path in newest.iterdir() if path.name.startswith("shard"))
     shard.unlink()
     damaged = (3, [f"step-0000000004: {shard.name} is missing"])
-    assert load(world, place, keep=1, keep_best=True) == damaged
+    assert load(world, place, keep=1, best=Monitor.of("loss")) == damaged
     assert names(place) == ["step-0000000001", "step-0000000003", "step-0000000004"], (
         "the best, the last whole, and newer"
     )
@@ -176,12 +183,20 @@ def test_a_full_disk_is_no_dead_end(small_disk, world):
 
 
 def test_the_best_is_kept(place, world):
-    with Checkpoints(place, world, keep=1, keep_best=True) as checkpoints:
+    with Checkpoints(place, world, keep=1, best=Monitor.of("loss")) as checkpoints:
         for step, loss in ((1, 0.5), (2, 0.3), (3, float("nan")), (4, None), (5, 0.4)):
-            checkpoints.save(state_of(step), step=step, loss=loss)
+            checkpoints.save(state_of(step), step=step, metrics=None if loss is None else {"loss": loss})
         checkpoints.finish()
     assert names(place) == ["step-0000000002", "step-0000000005"]
+    assert json.loads((place / "best.json").read_bytes()) == {
+        "checkpoint": "step-0000000002",
+        "metric": "loss",
+        "value": 0.3,
+    }
     assert load(world, place) == (5, [])
+    url = str(place)
+    assert lockstep.load(url)["step"] == 5
+    assert lockstep.load(url, best=True)["step"] == 2
 
 
 def test_resuming_from_nothing_is_an_error_only_if_insisted_on(place, world):

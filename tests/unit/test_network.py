@@ -89,6 +89,15 @@ def test_only_the_connections_of_groups_are_cut():
             each.close()
 
 
+def test_a_call_that_is_over_gets_no_callback(monkeypatch):
+    monkeypatch.setattr(network, "may_cut", True)
+    called = []
+    monkeypatch.setattr(Future, "add_done_callback", lambda *_: called.append(1))
+    done = Future()
+    done.set_result(3)
+    assert network.wait_for_call(done) == 3 and called == []
+
+
 def test_a_call_that_misses_the_end_of_its_connection_is_left(monkeypatch):
     monkeypatch.setattr(network, "may_cut", True)
     monkeypatch.setattr(network, "_LOOK_S", 0.01)

@@ -1,13 +1,16 @@
 """What a block of a script changes, and the way back to its begin."""
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from lockstep.errors import ConfigurationError
-from lockstep.train.recovery import Changes
+from lockstep.errors import CollectiveError, ConfigurationError
+from lockstep.train import recovery
+from lockstep.train.recovery import Changes, Recovery, exchange_state
+from lockstep.train.skipping import BufferSnapshot
 
 
 class Running:
@@ -118,3 +121,55 @@ def test_an_optimizer_that_is_no_part_may_step_inside_of_one_that_is(loop):
     outer = Outer(model.parameters(), lr=0.1)
     with Changes({"model": model, "outer": outer}).block(lambda _: None):
         outer.step()
+
+
+class Member:
+    """Stands for the membership: notes when it is asked whether a rank was lost."""
+
+    def __init__(self, calls, is_lost):
+        self._calls, self._is_lost = calls, is_lost
+
+    @property
+    def is_cut(self):
+        self._calls.append("is_cut")
+        return self._is_lost
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_what_comes_before_an_update(monkeypatch, is_lost):
+    # The device is waited for when all collectives were started, and only then it is known whether they were cut.
+    calls = []
+    monkeypatch.setattr(recovery, "broadcast_coalesced", lambda buffers, group: calls.append(("send", len(buffers))))
+    monkeypatch.setattr(recovery, "synchronize", lambda device: calls.append(("wait", device.type)))
+    attempts = Recovery(SimpleNamespace(is_late=False, owned=None), model=nn.BatchNorm1d(2))
+    attempts.before_update()
+    assert calls == [], "without recovery"
+    attempts._world = SimpleNamespace(device=torch.device("cuda"), group=None)
+    attempts._membership = Member(calls, is_lost)
+    attempts._buffers = [BufferSnapshot(nn.BatchNorm1d(2))]
+    with (
+        pytest.raises(CollectiveError, match=r"^A rank was lost in this step\.$")
+        if is_lost
+        else contextlib.nullcontext()
+    ):
+        attempts.before_update()
+    assert calls == [("send", 3), ("wait", "cuda"), "is_cut"]
+
+
+@pytest.mark.parametrize("num_good", [0, 1, 2])
+def test_a_state_that_was_cut_is_refused_before_it_is_read(monkeypatch, num_good):
+    # Size, structure and tensors: an aborted message leaves anything, such as a huge size, or code to unpickle.
+    read, moved, checked = [], [], []
+    monkeypatch.setattr(recovery, "has_all_gather", lambda group, device: True)
+    monkeypatch.setattr(recovery, "_move", lambda tensor, *_: moved.append(tensor))
+    monkeypatch.setattr(recovery.pickle, "loads", lambda data: read.append(data) or ({"value": torch.empty(2)}, [True]))
+
+    def refuse_cut():
+        checked.append(len(moved))
+        if len(checked) > num_good:
+            raise CollectiveError("A rank was lost in this step.")
+
+    group = SimpleNamespace(rank=lambda: 1)
+    with pytest.raises(CollectiveError, match=r"^A rank was lost in this step\.$"):
+        exchange_state({}, 0, 1, group, torch.device("cpu"), refuse_cut)
+    assert checked == [1, 2, 3][: num_good + 1] and len(read) == (num_good == 2)

@@ -84,6 +84,25 @@ def test_a_new_rank_has_the_state_when_the_recovery_is_complete(replacement, tmp
     assert replacement.why_not([lost(0)], {11}) is None
 
 
+def test_losses_before_a_generation_is_complete_are_reported_together(replacement, tmp_path):
+    def lose(rank, pid, time_s):
+        replacement.replace([RankExit(rank, -9, FailureRecord(step=6, time_ns=time_s * 10**9))], {rank: pid})
+        found = Generation.read(tmp_path)
+        return found.number, found.lost_at_ns // 10**9, found.why
+
+    first, second = (f"rank {rank} was killed by SIGKILL (signal 9) in step 7" for rank in (1, 2))
+    assert lose(1, 12, 5) == (1, 5, first)
+    RecoveryReport(0, "of a generation before", 8).write(tmp_path)
+    replacement.poll()
+    assert lose(2, 13, 7) == (2, 5, f"{first}; {second}")
+    RecoveryReport(1, "back too late", 8).write(tmp_path)
+    replacement.poll()
+    assert lose(1, 22, 4) == (3, 4, f"{first}; {second}; {first}"), "the earliest time"
+    RecoveryReport(3, "back", 8).write(tmp_path)
+    replacement.poll()
+    assert lose(2, 23, 9) == (4, 9, second), "all those before are made up for"
+
+
 def test_a_step_in_which_ranks_are_lost_again_and_again_is_to_blame(replacement):
     for pid in (12, 22):
         assert replacement.why_not([lost(1, step=6)], {pid}) is None

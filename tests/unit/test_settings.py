@@ -51,7 +51,10 @@ def test_each_field_declares_its_kind():
         "checkpoint_every": ("int", True),
         "checkpoint_blocking": ("bool", False),
         "keep": ("int", True),
-        "keep_best": ("bool", False),
+        "keep_best": ("metric", True),
+        "load_best": ("bool", False),
+        "early_stopping": ("text", True),
+        "patience": ("int", True),
         "resume": ("bool", True),
         "export": ("path", True),
         "eval_every": ("int", True),
@@ -175,7 +178,7 @@ def test_the_keywords_of_fit_are_the_settings():
     assert task.name == "task"
     assert {keyword.name: keyword.default for keyword in keywords} == {
         setting.name: setting.default for setting in settings_of(FitSettings)
-    }
+    } | {"callbacks": ()}
 
 
 @pytest.mark.parametrize(

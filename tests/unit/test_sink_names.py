@@ -72,6 +72,7 @@ FROZEN = {
     "rank/link_bytes_per_s": "lockstep_rank_link_bytes_per_second",
     "eval/{metric}": "lockstep_eval",
     "events/{event}": "lockstep_events_total",
+    "log/{name}": "lockstep_log",
 }
 OWN = ("lockstep_run_info", "lockstep_rank_info", "lockstep_updated_timestamp_seconds")
 """Of Prometheus alone."""

@@ -141,6 +141,8 @@ def test_every_setting_is_a_flag_and_arrives(mine, monkeypatch):
         "keep": 3,
         "export": "x.safetensors",
         "eval_every": 4,
+        "early_stopping": "accuracy:max",
+        "patience": 2,
         "run_dir": "record",
         "log_to": "tensorboard:figures,prometheus:9200",
         "profile_steps": "3,2",
@@ -148,8 +150,8 @@ def test_every_setting_is_a_flag_and_arrives(mine, monkeypatch):
         "view": "lines",
         "price": "2.50 EUR",
     }
-    names = ("keep_best", "checkpoint_blocking", "profile")
-    switches = dict.fromkeys(names, True)
+    names = ("keep_best", "checkpoint_blocking", "profile", "load_best")
+    switches = {**dict.fromkeys(names, True), "keep_best": "loss"}
     args = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     args += [f"--{name.replace('_', '-')}" for name in names]
     assert main(["train", "mine.py", *args, "--no-resume"]) == 0

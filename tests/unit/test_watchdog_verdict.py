@@ -140,6 +140,21 @@ def test_before_the_first_step_what_may_go_on_is_not_ended(ranks, strict, else_)
     assert (judge(ranks, 3, is_strict=True), judge(ranks, 3, is_strict=False)) == (strict, else_)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "verdict"),
+    [
+        ([waits(0, 1801, uses_gpu=True), works(1, 1801)], HANGS),
+        ([waits(0, 1801, uses_gpu=True), waits(1, 1801, uses_gpu=True)], HANGS),
+        ([waits(0, 1801), works(1, 1801)], EARLY),  # the time-out of Gloo ends it
+        ([waits(0, 1790, uses_gpu=True), works(1, 1801, uses_gpu=True)], EARLY),
+        ([works(0, 1801, uses_gpu=True), works(1, 1801, uses_gpu=True)], EARLY),  # they prepare
+        ([waits(0, 1801, uses_gpu=True), works(1, 1801, life=COMPUTES)], SUSPECT),
+    ],
+)
+def test_the_first_step_on_gpus_has_a_limit(ranks, verdict):
+    assert judge(ranks, 60, is_strict=False) is verdict
+
+
 def test_different_calls_of_one_machine_among_several_may_be_a_pipeline():
     ranks = [waits(0, 4), waits(1, 4, name="barrier")]
     assert judge(ranks, 3, is_strict=True, sees_all=False) is FINE

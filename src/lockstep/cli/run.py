@@ -15,8 +15,7 @@ from lockstep.record_files import hide_secrets
     add_help_option=False,
 )
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
-# Until ranks start, Ctrl-C ends this process at once: KeyboardInterrupt may be lost in the imports, and comes late.
-@fork_server.signal_handlers((signal.SIGINT,), signal.SIG_DFL)
+@fork_server.signal_handlers((signal.SIGINT,), fork_server.end_early)
 def run(args: tuple[str, ...]) -> None:
     """Start a script on every device, as torchrun does."""
     fork_server.start()

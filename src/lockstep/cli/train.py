@@ -108,6 +108,10 @@ def _option(setting: Setting) -> Callable[[F], F]:
         "choice": click.Choice(setting.choices),
         "numbers": _numbers,
     }  # others are texts
+    if setting.kind == "metric":  # the flag alone means True
+        return click.option(
+            flag, setting.name, type=click.STRING, is_flag=False, flag_value="loss", metavar="[METRIC]", **how
+        )
     how |= {"metavar": setting.unit, "show_default": setting.default is not None}
     return click.option(flag, setting.name, type=kinds.get(setting.kind, click.STRING), **how)
 
@@ -120,7 +124,8 @@ _SECTIONS = {
     "Data and checks": "prefetch bad_samples on_nan check_replicas threads",
     "Exchange of gradients": "compression bucket_cap_mb overlap_optimizer",
     "Strategies local-sgd and diloco": "sync_every fragments sync_delay sync_patience across outer_lr outer_momentum",
-    "Checkpoints and evaluation": "checkpoint_every checkpoint_blocking keep keep_best eval_every",
+    "Checkpoints and evaluation": "checkpoint_every checkpoint_blocking keep keep_best load_best eval_every "
+    "early_stopping patience",
     "Recorded and shown": "profile profile_steps profile_dir log_to view quiet price logs log_level log_dir",
     "When ranks fail or hang": "max_restarts min_devices spares recover redundancy watchdog watchdog_action",
 }

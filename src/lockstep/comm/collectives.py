@@ -81,11 +81,12 @@ def split_group(color: int, *, group: Group, device: torch.device) -> Group:
 
 def _noted(make: Callable[[], Any]) -> Group:
     """Return what ``make`` makes, with its connections noted for `cut_links`. Collective: every rank of that group."""
-    before, made = listening(), make()
+    before = listening()
+    made: Group = make()
     if "gloo" in backend_name(made):
         store = dist.PrefixStore(f"lockstep/links/{made.group_name}", torch_internals.default_store())
         note_links(before, store, made.rank(), made.size())
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 def mesh_group(device_mesh: Any, module: torch.nn.Module) -> Group:

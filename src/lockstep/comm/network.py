@@ -235,11 +235,13 @@ def wait_for_call(handle: Any) -> Any:
         RuntimeError: It failed, or is stuck. Its group must not be destroyed then: Gloo would wait for it.
     """
     if may_cut and type(handle) in (dist.Work, Future):  # not our own work, which fails when its group is interrupted
-        done = threading.Event()
-        (handle.get_future() if isinstance(handle, dist.Work) else handle).add_done_callback(lambda _: done.set())
-        while not done.wait(_LOOK_S):
-            if is_stuck():
-                raise RuntimeError("a rank was lost")
+        future, is_over = handle.get_future() if isinstance(handle, dist.Work) else handle, threading.Event()
+        # On a device it is done as soon as the work is launched. A callback would use a stream, or break a CUDA graph.
+        if not future.done():
+            future.add_done_callback(lambda _: is_over.set())
+            while not is_over.wait(_LOOK_S):
+                if is_stuck():
+                    raise RuntimeError("a rank was lost")
     return handle.wait()
 
 

@@ -176,6 +176,13 @@ def signal_handlers(numbers: Iterable[int], handler: signal.Handlers | Callable[
         yield
 
 
+def end_early(number: int, _frame: object) -> None:
+    """End this process, in which nothing has begun, by Ctrl-C: KeyboardInterrupt may be lost in the imports."""
+    os.write(2, b"lockstep: stopped by Ctrl-C before anything was started\n")
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)
+
+
 def start() -> None:
     """Import torch and fork the server from this process, if it is the command ``lockstep`` at its start.
 
@@ -184,7 +191,7 @@ def start() -> None:
     global _server
     if re.search(r"\blockstep(/__main__\.py)?$", sys.argv[0]) is None:
         return  # programs that call it from Python use the server of `launch`
-    with signal_handlers((signal.SIGINT,), signal.SIG_DFL):  # Ctrl-C ends this process at once, not after the import
+    with signal_handlers((signal.SIGINT,), end_early):
         import_modules(["torch"])
     if _server is None and _can_fork() and threading.active_count() == 1:
         _server = fork_here()

@@ -34,7 +34,7 @@ from lockstep.telemetry.figures import Snapshot
 from lockstep.telemetry.instrument import Hook, Instrument, compiled_call, in_backward
 from lockstep.telemetry.provenance import Provenance, gather
 from lockstep.telemetry.record import Event, EventName, num_restarts
-from lockstep.telemetry.recorder import Place, Recorder, has_timeline, is_late, learning_rate_of, moment
+from lockstep.telemetry.recorder import Place, Recorder, has_timeline, is_late, learning_rate_of, moment, num_recorded
 from lockstep.telemetry.step_times import Number, StepMarks
 from lockstep.train.settings import FitSettings, ViewName
 
@@ -173,7 +173,7 @@ class Watch:
         self._pid, self._error_before = os.getpid(), getattr(sys, "last_value", None)
         self._device = next(each.device for each in trained_parameters(models))
         if is_late():
-            first_step += activity.now.num_steps
+            first_step = max(first_step, num_recorded())
         elif not first_step and num_restarts():
             # The step at which the script resumes is unknown: the earlier record is renamed.
             name = f"rank-{place.rank}.jsonl"
@@ -183,7 +183,7 @@ class Watch:
         self._recorder = Recorder(
             place, [self._device], run, first_step=first_step, run_dir=self.run_dir, log_to=log_to, facts=self._facts
         )
-        self._recorder.on_recovery = self._recovered
+        self._recorder.num_done, self._recorder.on_recovery = lambda: self.num_steps, self._recovered
         display = None
         if settings.view != "none" and place.rank == 0:
             from lockstep.telemetry.live_view import Display  # imports rich
@@ -367,11 +367,9 @@ class Watch:
         text = "forwards without training"
         self._recorder.event(Event(event="evaluation", step=num_steps, time=wall_s, seconds=seconds, text=text))
 
-    def _recovered(self, num_missed: int) -> int:
-        """Drop the step in which a rank was lost; return the number of steps done."""
+    def _recovered(self, num_done: int) -> None:
         self._place = self._recorder.place
-        self.steps.drop(num_missed)
-        return self.num_steps
+        self.steps.drop(num_done)
 
     def _event(self, event: EventName, text: str, num_done: int) -> None:
         self._recorder.event(Event(event=event, text=text, step=num_done))

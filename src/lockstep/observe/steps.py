@@ -241,13 +241,13 @@ class Steps:
         step.end = now[0]
         self.num_done += 1
 
-    def drop(self, num_missed: int) -> None:
-        """Drop the open step, which is done again, and count ``num_missed`` steps that only other ranks have done."""
+    def drop(self, num_done: int) -> None:
+        """Drop the open step, and go on after ``num_done`` steps: those of this rank that follow are done again."""
         self._pass_on(None)
         self._open, self.phase, self._batches = None, None, []
         self._depth = self._unclaimed = self._num_inputs = self._num_used = 0
         self._has_stepped_within = False
-        self.num_done += num_missed
+        self.num_done = num_done
 
     def _pass_on(self, until: float | None) -> None:
         """Pass on the last step and the last evaluation, which lasted until then."""

@@ -119,6 +119,7 @@ class Snapshot:
         ranks: The ranks that have reported, in order.
         event_counts: The number of events of each kind in this session.
         evaluation: The results of the last evaluation.
+        logged: The last values that callbacks have logged, by name.
         is_last: Whether the run has ended.
     """
 
@@ -140,6 +141,7 @@ class Snapshot:
     ranks: tuple[RankFigures, ...] = ()
     event_counts: Mapping[str, int] = field(default_factory=dict)
     evaluation: Mapping[str, float] = field(default_factory=dict)
+    logged: Mapping[str, float] = field(default_factory=dict)
     is_last: bool = False
 
     def known(self, name: str) -> list[tuple[float, int]]:
@@ -238,7 +240,9 @@ METRICS = (
 EVALUATION = Metric("eval/{metric}", "lockstep_eval", "result of the last evaluation: the loss, and the task's metrics")
 EVENT_COUNT = Metric("events/{event}", "lockstep_events_total", "events since the run began or resumed")
 
-ALL_METRICS = (*METRICS, *RANK_METRICS, EVALUATION, EVENT_COUNT)
+LOGGED = Metric("log/{name}", "lockstep_log", "number that a callback has logged")
+
+ALL_METRICS = (*METRICS, *RANK_METRICS, EVALUATION, EVENT_COUNT, LOGGED)
 
 
 def scalars(snapshot: Snapshot) -> dict[str, float]:
@@ -248,6 +252,7 @@ def scalars(snapshot: Snapshot) -> dict[str, float]:
         if (spread := snapshot.spread(metric.name.removeprefix("rank/"))) is not None:
             found |= {f"{metric.name}_{which}": value for which, value in spread._asdict().items()}
     found |= {EVENT_COUNT.name_of(event): count for event, count in snapshot.event_counts.items()}
+    found |= {LOGGED.name_of(name): value for name, value in snapshot.logged.items()}
     return {name: float(value) for name, value in found.items() if value is not None}
 
 

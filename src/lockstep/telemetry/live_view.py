@@ -61,6 +61,7 @@ def line(snapshot: Snapshot) -> str:
 
 def _loss_and_rates(snapshot: Snapshot) -> list[str]:
     words = [] if snapshot.loss is None else [f"loss {snapshot.loss:.4f}"]
+    words += [f"{name} {value:.4g}" for name, value in snapshot.logged.items()]
     rates = (("samples", snapshot.samples_per_s), (snapshot.counts, snapshot.tokens_per_s))
     # 0 where no sample was counted, as in a script without a loader.
     return words + [f"{rate(per_s)} {what}/s" for what, per_s in rates if per_s]

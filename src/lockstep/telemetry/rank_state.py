@@ -163,6 +163,7 @@ class RankState(Progress):
         place: Where it is, as a predicate such as ``waits in all_reduce (train.py:7)``.
         pid: Its process, if that lives.
         failure: The exception that ended its part in the job, if its process still runs.
+        uses_gpu: Whether it uses an accelerator.
     """
 
     rank: int
@@ -172,6 +173,7 @@ class RankState(Progress):
     place: str = ""
     pid: int = 0
     failure: str = ""
+    uses_gpu: bool = False
 
 
 def state_of(rank: int, heartbeat: Mapping[str, Any], process_state: str, life: str = "") -> RankState:
@@ -193,7 +195,7 @@ def state_of(rank: int, heartbeat: Mapping[str, Any], process_state: str, life: 
     elif is_debugged(frames):
         life = DEBUGGED
     name = "" if is_silent or life in (ENDED, STOPPED) else operation(heartbeat, is_busy=life == COMPUTES)
-    kept = {name: heartbeat[name] for name in ("step", "phase", "num_steps", "failure")}
+    kept = {name: heartbeat[name] for name in ("step", "phase", "num_steps", "failure", "uses_gpu")}
     pid = heartbeat["pid"] if process_state else 0
     return RankState(rank, idle_s, life, name, place(heartbeat, life, name, is_silent=is_silent), pid, **kept)
 

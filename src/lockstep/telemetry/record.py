@@ -105,6 +105,7 @@ class StepLine:
         times: Its parts.
         loss, learning_rate, grad_norm, samples: Of the last step; samples of the global batch.
         counts: What the loss is a mean over, such as tokens, if that is not samples.
+        logged: What a callback has logged, by name: the last values.
     """
 
     step: int
@@ -120,6 +121,7 @@ class StepLine:
     grad_norm: float | None = None
     samples: float
     counts: float | None = None
+    logged: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, step: StepMarks, began_s: float, steps_per_epoch: int | None = None) -> StepLine:
@@ -138,6 +140,7 @@ class StepLine:
             grad_norm=None if step.grad_norm is None else float(step.grad_norm),
             samples=step.samples,
             counts=None if step.counted is None else float(step.counted),
+            logged={name: float(value) for name, value in step.logged.items()},
         )
 
     @classmethod
@@ -155,12 +158,14 @@ class StepLine:
             slowest_step=slowest.slowest_step,
             times=combine([line.times for line in lines]),
             counts=mean_of_known(line.counts for line in lines),
+            logged={name: value for line in lines for name, value in line.logged.items()},
         )
 
     @classmethod
     def read(cls, line: Line) -> StepLine:
         """Return the line as written."""
-        return cls(times=StepTimes(**_read(StepTimes, line)), **_read(cls, line))
+        logged = {name: float(value) for name, value in line.get("logged", {}).items()}
+        return cls(times=StepTimes(**_read(StepTimes, line)), logged=logged, **_read(cls, line))
 
     def to_line(self) -> Line:
         """Return the line to write."""
@@ -168,6 +173,8 @@ class StepLine:
         line = {"kind": "step", **_written(self), **_written(self.times)}
         line["samples_per_s"] = float(f"{self.samples / lasted_s:.7g}")
         line["tokens_per_s"] = None if self.counts is None else float(f"{self.counts / lasted_s:.7g}")
+        if not self.logged:
+            del line["logged"]
         del line["times"], line["peers_s"]  # what a rank waited for others is only known with the lines of all
         return line
 
@@ -471,7 +478,7 @@ class Recorded:
             for event in self.ranks[number].events:
                 # A rank that took part in a recovery may be lost before its line is written.
                 if number == self.zero.rank or event.event in ("error", "recovery"):
-                    text = event.text if event.event == "recovery" else ""  # several in the same step
+                    text = event.text if event.event in ("recovery", "evaluation") else ""  # several in a step
                     found.setdefault((event.event, event.step, text), event)
         return sorted(found.values(), key=lambda event: event.time)
 

@@ -20,7 +20,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -156,6 +157,7 @@ class RankMeans:
         self._new: list[StepLine] = []
         self._values: dict[str, Any] = {}
         self._machine: Line = {}
+        self._logged: dict[str, float] = {}
         self._step_sent: float | None = None
         # Over all steps but the first, which allocates and compiles, and counts only until there is another.
         self._whole, self._num_steps, self._is_first = StepTimes(total_s=0.0), 0, True
@@ -179,8 +181,9 @@ class RankMeans:
     def read(self) -> tuple[RankFigures, dict[str, Any]]:
         """Return the figures since the last call, and the fields that they add to a `Snapshot`."""
         new, self._new = self._new, []
-        of_run: dict[str, float | None] = {}
+        of_run: dict[str, Any] = {"logged": self._logged}
         for line in new:
+            self._logged |= line.logged
             if line.loss is not None:
                 of_run |= {"loss": line.loss, "learning_rate": line.learning_rate, "grad_norm": line.grad_norm}
         # While a rank evaluates or saves, it keeps the times and rates of its last steps; ``num_steps`` is 0.
@@ -257,7 +260,12 @@ def end_recoveries() -> None:
     _joined = None
 
 
-def record_recovery(report: RecoveryReport, place: Place, num_missed: int, *, joins: bool) -> None:
+def num_recorded() -> int:
+    """Return the number of steps done by the records of this process, or by those of the ranks that it has joined."""
+    return max([0 if _joined is None else _joined.step, *(each.num_done() for each in _recorders)])
+
+
+def record_recovery(report: RecoveryReport, place: Place, num_done: int, *, joins: bool) -> None:
     """Record a recovery in all records of this process, which go on with the ranks of ``place``.
 
     On every rank, in the same order.
@@ -265,17 +273,17 @@ def record_recovery(report: RecoveryReport, place: Place, num_missed: int, *, jo
     Args:
         report: Of the recovery.
         place: This rank, and the group of all that go on.
-        num_missed: Number of optimizer steps that the others have done and this rank has not.
+        num_done: Number of steps done, as `num_recorded` counts them, without those of the attempt that failed.
         joins: Whether this process took the place of a lost rank; then it is also in a record that is created later.
     """
     global _joined
     how, _, cause = report.why.partition("\n")
     text = "; ".join(filter(None, (how, report.text, f"{report.num_bytes:,} bytes copied")))
     text = "\n".join(filter(None, (text, cause)))
-    event = Event(event="recovery", step=0, time=report.lost_at_s, seconds=report.seconds, text=text)
+    event = Event(event="recovery", step=num_done, time=report.lost_at_s, seconds=report.seconds, text=text)
     _joined = event if joins else _joined
     for each in _recorders:
-        each.go_on(event, place, num_missed)
+        each.go_on(event, place)
 
 
 class Recorder:
@@ -300,7 +308,8 @@ class Recorder:
 
     Attributes:
         place: This rank; after a recovery, with another group.
-        on_recovery: Called with the number of steps that this rank has missed; returns the number of steps done.
+        num_done: Returns the number of steps done.
+        on_recovery: Called with the number of steps that count as done from then on.
         keys: Where the ranks post their figures; None if nobody reads them.
         means: The figures of this rank.
         sampler: Samples this process and its devices.
@@ -325,7 +334,8 @@ class Recorder:
         num_skipped: Callable[[], int] = lambda: 0,
     ) -> None:
         self.place, self._device, self._first_step, self._run_dir = place, devices[0], first_step, run_dir
-        self.on_recovery: Callable[[int], int] = lambda num_missed: first_step
+        self.num_done: Callable[[], int] = lambda: first_step
+        self.on_recovery: Callable[[int], None] = lambda num_done: None
         self._steps_per_epoch, self._num_skipped = steps_per_epoch, num_skipped
         self._run = replace(run, num_restarts=num_restarts())
         self._device_names = ", ".join(map(str, devices))
@@ -439,14 +449,15 @@ class Recorder:
         # A script may have no process group.
         self.keys = StatusKeys(self.place.rank, self._run.world_size if is_initialized() else 1)
 
-    def go_on(self, event: Event, place: Place, num_missed: int) -> None:
+    def go_on(self, event: Event, place: Place) -> None:
         """Record a recovery, after which the ranks of ``place`` go on. On every rank, in the same order."""
         self.place = place if self.place.group is not None else replace(place, group=None)
         self.means.rank = place.rank
         if place.rank != 0:  # another rank delivers, and not this one any more
             self.close()
             self._deliveries = []
-        self.event(replace(event, step=self.on_recovery(num_missed)))
+        self.on_recovery(event.step)
+        self.event(event)
         self._run = replace(self._run, world_size=place.num_ranks)
         if self.keys is not None:
             self._meet()
@@ -586,7 +597,7 @@ class Recorder:
             left_s=self._left_s(figures.step),
             ranks=with_waits((figures, *self._others())),
             event_counts=Counter(self._run.event_counts) + Counter(event.event for event in events),
-            evaluation=next((event.metrics for event in reversed(events) if event.metrics), self._run.evaluation),
+            evaluation=reduce(or_, (dict(event.metrics or {}) for event in events), dict(self._run.evaluation)),
             is_last=is_last,
             **of_run,
         )

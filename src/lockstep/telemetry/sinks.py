@@ -285,6 +285,7 @@ class Prometheus(MetricsSink):
             samples |= {each: [({}, each.read(run))] for each in (_UPDATED, *figures.METRICS)}
             samples |= {each: [(of, each.read(rank)) for of, rank in ranks] for each in figures.RANK_METRICS}
             samples[figures.EVALUATION] = [({"metric": name}, value) for name, value in run.evaluation.items()]
+            samples[figures.LOGGED] = [({"name": name}, value) for name, value in run.logged.items()]
             samples[figures.EVENT_COUNT] = [({"event": name}, value) for name, value in run.event_counts.items()]
         for metric, found in samples.items():
             name = metric.prometheus

@@ -237,6 +237,7 @@ class StepMarks:
         has_timeline: Whether each span and bucket is recorded; see `lockstep.telemetry.recorder.has_timeline`.
         interval_s: From its beginning to that of the next step, or of an event between them.
         is_skipped: Whether the update was skipped, as the gradient was not finite.
+        logged: What a callback has logged, by name.
     """
 
     number: int
@@ -258,11 +259,13 @@ class StepMarks:
     has_timeline: bool = False
     interval_s: float | None = None
     is_skipped: bool = False
+    logged: dict[str, Number] = field(default_factory=dict)
 
     @property
     def device_marks(self) -> list[Any]:
         """The events of the device after which all values can be read."""
-        numbers = [each for each in (*self.losses, self.grad_norm, self.counted) if each is not None]
+        known = (*self.losses, self.grad_norm, self.counted, *self.logged.values())
+        numbers = [each for each in known if each is not None]
         marks = [self.end, *(number.arrived for number in numbers), *(end for _, end in self.copies)]
         return [mark for mark in marks if mark is not None and not isinstance(mark, float)]
 

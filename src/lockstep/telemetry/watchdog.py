@@ -35,6 +35,8 @@ from lockstep.telemetry.resources import Resources
 
 # A rank that may only be slow can keep the others waiting this many times longer than an idle one.
 GRACE = 5.0
+# So long may a rank on a GPU wait in the first step: with --max-restarts, no time-out of NCCL ends that.
+_FIRST_STEP_S = 1800.0
 
 # Calls with different names that match each other.
 _ONE_TO_ONE = {"send", "recv", "isend", "irecv", "send_object_list", "recv_object_list", "batch_isend_irecv"}
@@ -64,7 +66,8 @@ def judge(ranks: Sequence[RankState], patience_s: float, *, is_strict: bool, see
     if not ranks or any(seen.life == DEBUGGED for seen in ranks):
         return Verdict.FINE  # the others wait for a person at a debugger
     # Without --watchdog, the process group's own time-out is the limit of the first step.
-    is_early = not is_strict and not any(seen.num_steps for seen in ranks)
+    waits_long = any(seen.uses_gpu and seen.operation and seen.idle_s > _FIRST_STEP_S for seen in ranks)
+    is_early = not is_strict and not waits_long and not any(seen.num_steps for seen in ranks)
     found = _verdict_of(ranks, patience_s, is_strict=is_strict, sees_all=sees_all, is_early=is_early)
     return Verdict.EARLY if is_early and found is Verdict.SUSPECT else found
 

@@ -7,8 +7,9 @@ import contextlib
 import functools
 import inspect
 import os
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
@@ -17,26 +18,30 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import activity
-from lockstep.accelerator import check_count
+from lockstep.accelerator import check_count, is_on_meta
 from lockstep.comm.collectives import all_gather_object, is_initialized
+from lockstep.comm.fully_shard import whole
 from lockstep.comm.world import World, init
 from lockstep.data.comparison import check_same_data
 from lockstep.data.loader import BadSample, explaining_worker_failures, having_epochs
+from lockstep.data.stream import Stateful
 from lockstep.env import Launcher, RankEnv
+from lockstep.errors import ConfigurationError
 from lockstep.telemetry import live_view
 from lockstep.telemetry.figures import EVALUATION, StragglerReporter
 from lockstep.telemetry.heartbeat import end_stopped_children
 from lockstep.telemetry.record import EventName, kind_of
-from lockstep.train.checkpoints.model_state import check_export
+from lockstep.train.callbacks import Callbacks, EarlyStopping, RunView
+from lockstep.train.checkpoints.model_state import check_export, load_state_dict, plain_names
 from lockstep.train.evaluate import Evaluation, Evaluator
 from lockstep.train.plan import PER_PROCESS, Plan, check_batch, check_task, devices_of, num_devices, plural
 from lockstep.train.profiling import AroundStep, profiled
 from lockstep.train.recording import RunRecord
 from lockstep.train.recovery import Recovery
-from lockstep.train.settings import FitSettings
+from lockstep.train.settings import FitSettings, Monitor, refusing_unknown, settings_of
 from lockstep.train.skipping import NonFiniteStep
-from lockstep.train.stopping import StopSignals, exit_code_of
-from lockstep.train.task import Task, build_dataset, prepare
+from lockstep.train.stopping import StopSignals, called, exit_code_of
+from lockstep.train.task import Task, build_dataset, check_callbacks, prepare
 from lockstep.train.trainer import StepRecord, Trainer
 
 if TYPE_CHECKING:
@@ -52,13 +57,10 @@ _NUM_NAMED = 5
 # What a rank that takes the place of a lost one gets from another.
 _OF_RUN = (
     *("_due", "stops", "_has_evaluated", "_evaluations", "_best", "has_new_best"),
-    *("_checkpoint", "_saved", "_found", "_first_step"),
+    *("_checkpoint", "_saved", "_found", "_first_step", "num_steps", "_saves_after"),
 )
 
 P = ParamSpec("P")
-
-# Called with a complete checkpoint and the metrics after its step, under the names that sinks use.
-CheckpointCallback = Callable[["Place", dict[str, float]], None]
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class FitResult:
         losses: Mean over the global batch, for each step of this call; with ``local-sgd`` and ``diloco`` over the share
             of this rank, or of this machine.
         evaluations: The evaluations of this call, in order.
-        best: The evaluation with the lowest loss of the whole run.
+        best: The best evaluation of the whole run, by the metric of ``keep_best``; by default by the loss.
         num_samples: Samples trained on in this call, over all devices.
         skipped_samples: Number of samples that were skipped in this call, because they could not be read, over all
             devices.
@@ -80,6 +82,8 @@ class FitResult:
         samples_per_s: Over all devices; without the first step, evaluations and checkpoints.
         num_counted: Number of items, such as tokens, that the losses of this call were means over; None: of samples.
         tokens_per_s: Number of these items per second.
+        model: The model with the weights at the end, without wrappers: what `Task.model` returned. With fsdp, it has
+            the shards of this rank. None in a copy that was sent to another process.
         seconds: Duration of the call after the model was created, including evaluations.
         checkpoint: The newest checkpoint; a string if it is in an object store.
         stopped: Why the run was stopped before its end: a signal, such as ``SIGTERM``, or ``another machine`` that
@@ -104,6 +108,18 @@ class FitResult:
     not_finite: tuple[NonFiniteStep, ...] = ()
     num_counted: float | None = None
     tokens_per_s: float | None = None
+    model: nn.Module | None = field(default=None, repr=False, compare=False)
+
+    def load(self, model: nn.Module) -> nn.Module:
+        """Load the weights at the end into another ``model``; return it. Collective with fsdp: every rank."""
+        assert self.model is not None, "the result was sent to another process"
+        state = {name: whole(value) for name, value in plain_names(self.model.state_dict()).items()}
+        load_state_dict(model, None, {"model": state})
+        return model
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Engines have hooks in the model, which cannot be sent.
+        return {**vars(self), "model": None}
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -237,11 +253,21 @@ class Run:
         world: World,
         signals: StopSignals,
         checkpoints: Checkpoints | None,
-        on_checkpoint: CheckpointCallback | None,
     ) -> None:
         task = prepare(task, world)
         self._task, self._settings, self._world = task, settings, world
-        self._signals, self._checkpoints, self._on_checkpoint = signals, checkpoints, on_checkpoint
+        self._signals, self._checkpoints = signals, checkpoints
+        stopping = (
+            [] if settings.early_stopping is None else [EarlyStopping(settings.early_stopping, settings.patience or 5)]
+        )
+        self._callbacks, self._monitor = (
+            Callbacks([*stopping, *task.callbacks]),
+            Monitor.of(settings.keep_best or "loss"),
+        )
+        # The steps after which callbacks of this rank have asked for something, see `request`.
+        self._asked: dict[str, int] = {}
+        self._saves_after: int | None = None
+        self._last_step: StepRecord | None = None
         if settings.export is not None:
             check_export(Path(settings.export))
         devices = devices_of(settings, world)
@@ -257,9 +283,10 @@ class Run:
         self._evaluations: list[Evaluation] = []
         self._best: Evaluation | None = None
         self._checkpoint: Place | None = None
+        self._announced: Place | None = None  # the last one that callbacks got
         self._saved: tuple[int, float | None] | None = None
         self._found: dict[str, float] = {}  # metrics after the step of the newest checkpoint
-        signals.num_steps_done = lambda: trainer.num_steps_done
+        signals.progress = self.progress
         # What is due after the last step, in order; the same on every rank.
         self._due: list[str] = []
         self._actions: dict[str, Callable[[], None]] = {
@@ -273,13 +300,17 @@ class Run:
             trainer.stop_requested = lambda: signals.asked() is not None
             trainer.failure_seen = lambda: checkpoints.failure is not None
             self._actions["agree"] = checkpoints.agree  # raises an error if a checkpoint could not be written
+        trainer.requests = self._requests
         self.stops = self.has_new_best = self._has_evaluated = self.is_complete = False
         self._summary: str | None = None
         self._whole: nn.Module | None = None
+        self._final: nn.Module | None = None
         self._throughput, self._started_at = Throughput(), time.perf_counter()
         is_late = world.is_late  # and not after `Recovery`, which takes it into the job
         lines = [] if is_late else self._resume()
         self._first_step = trainer.num_steps_done
+        # A resumed run may have done more steps than it is now asked for.
+        self.num_steps = max(trainer.plan.num_steps, self._first_step)
         # A rank that takes the place of a lost one gets the state here.
         self._recovery: Recovery | None = None
         averaging = trainer.strategy.averaging
@@ -294,8 +325,6 @@ class Run:
         if is_late and checkpoints is not None:
             checkpoints.lead()  # a spare was not rank zero before
         self._leads = world.is_rank_zero
-        # A resumed run may have done more steps than it is now asked for.
-        self.num_steps = max(trainer.plan.num_steps, self._first_step)
         self._record = RunRecord(task, settings, world, trainer, num_steps=self.num_steps, began_with=self._first_step)
         self._stragglers = StragglerReporter(functools.partial(self._log, "straggler"))
         self._display = live_view.Display(settings.view, silent=settings.quiet or not world.is_rank_zero)
@@ -304,6 +333,8 @@ class Run:
             self._show_plan(lines)
         self._report()
         self._record.deliver(None if settings.quiet else self._display)
+        self._callbacks.given.insert(0, self._record)  # of which the live view and the sinks get their figures
+        self._call("on_start", agrees=not is_late)
         if is_late and averaging is not None and averaging.exchange():  # the one that the others are in
             self._find_due(checks=trainer.is_check_due, compares=False)
 
@@ -336,9 +367,16 @@ class Run:
             self._saved = self.num_steps_done, None
             self._found = {"step": self.num_steps_done}
             self._best = None if state["best"] is None else Evaluation(**state["best"])
+            self._callbacks.load_state_dict(state.get("callbacks", {}))
             # A stopped run has saved without the evaluation that was due after the same step.
             self._due = ["evaluate"] * (state["owes_evaluation"] and self._evaluator is not None)
         return [f"passed over the checkpoint {why}" for why in self._checkpoints.passed_over]
+
+    def progress(self) -> str:
+        """Return in words what the run has done. Does not wait for the device."""
+        last = self._last_step
+        loss = "" if last is None or not last.loss.is_cpu else f", loss {float(last.loss):.4f}"
+        return f"step {self.num_steps_done} of {self.num_steps}{loss}"
 
     @property
     def num_steps_done(self) -> int:
@@ -389,21 +427,99 @@ class Run:
 
     def step(self) -> None:
         """Train on the next global batch, and find what is due after it."""
-        record = self.trainer.step()  # with the last collective first: what follows is done by all ranks or by none
-        compares = self._record.step(record)
+        # With the last collective first: what follows is done by all ranks or by none.
+        record = self._last_step = self.trainer.step()
         self._throughput.add(record)
-        self._find_due(checks=record.checks, compares=compares)
+        self._call("on_step_end")
+        self._find_due(checks=record.checks, compares=self._record.compares)
 
     def _find_due(self, *, checks: bool, compares: bool) -> None:
-        trainer, settings = self.trainer, self._settings
+        trainer = self.trainer
         if trainer.bad_samples.skipped or trainer.nonfinite.found or trainer.caveats:
             self._report()
-        self.stops, failed = trainer.reported() if self._checkpoints is not None else (False, False)
+        self.stops, failed, ends, saves = trainer.reported()
+        granted_after = self.num_steps_done + trainer.reports_in
+        if ends:
+            self.num_steps = min(self.num_steps, granted_after)
+        if saves:
+            self._saves_after = granted_after
         self._due = ["agree"] * failed
         self._due += ["check"] * checks + ["compare"] * compares
         if not self.stops:
-            self._due += ["evaluate"] * (self._evaluator is not None and self.is_due(settings.eval_every))
-            self._due += ["save"] * self.is_due(settings.checkpoint_every)
+            self._due += self._planned()
+
+    def _planned(self) -> list[str]:
+        """Return what is planned after the last step."""
+        settings, saves = self._settings, self._saves_after == self.num_steps_done
+        planned = ["evaluate"] * (self._evaluator is not None and self.is_due(settings.eval_every))
+        return planned + ["save"] * (saves or self.is_due(settings.checkpoint_every))
+
+    # --- callbacks ----------------------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> nn.Module:
+        """The model without wrappers; with fsdp, with the shards of this rank."""
+        return self.trainer.module if self._final is None else self._final
+
+    def _call(self, point: str, *, agrees: bool = True) -> None:
+        """Call the method ``point`` of the callbacks. Collective if it is not that after a step: every rank."""
+        if not self._callbacks.have(point):
+            return
+        made, world = self._evaluations, self._world
+        view = RunView(
+            rank=world.rank,
+            world_size=world.world_size,
+            step=self.num_steps_done,
+            num_steps=self.num_steps,
+            steps_per_epoch=self.trainer.plan.order.steps_per_epoch,
+            last_step=self._last_step,
+            due=self._planned(),
+            metrics=made[-1].metrics if made else {},
+            best=self._best,
+            checkpoint=self._checkpoint,
+            found=self._found,
+            _run=self,
+        )
+        self._callbacks.call(point, view)
+        if point != "on_step_end" and agrees:
+            mine, self._asked = list(self._asked), {}
+            ranks = all_gather_object(mine, group=world.group, device=world.device)
+            self._grant({verb for asked in ranks for verb in asked})
+
+    def request(self, verb: str, why: str = "") -> None:
+        """Ask all ranks, for a callback of this one, to ``stop`` or to ``save``; see `RunView`.
+
+        Raises:
+            ConfigurationError: There is no folder for checkpoints.
+        """
+        if verb == "save" and self._checkpoints is None:
+            raise ConfigurationError("A callback called save(), but there is no folder.\nGive checkpoint=DIR to fit.")
+        if verb == "stop" and verb not in self._asked:
+            self._log("remark", f"stopped early{why and ': '}{why}")
+        self._asked[verb] = self.num_steps_done
+
+    def _requests(self) -> tuple[bool, bool]:
+        """Return what callbacks of this rank have asked for after the last step: the end of the run, a checkpoint.
+
+        Each step sends what was asked for after the one before it, so that it is sent again if a rank is lost. Ranks
+        that train alone send it until they exchange.
+        """
+        since = 0 if self.trainer.strategy.averaging is not None else self.num_steps_done
+        stop, save = (self._asked.get(verb, -1) >= since for verb in ("stop", "save"))
+        return stop, save
+
+    def _grant(self, verbs: set[str]) -> None:
+        """Do what a callback has asked for now, after what is due already."""
+        done = self.num_steps_done
+        if "stop" in verbs:
+            self.num_steps = done
+        is_measured = self._evaluator is None or (bool(self._evaluations) and self._evaluations[-1].step == done)
+        wanted = ["evaluate"] * ("stop" in verbs and not is_measured) + ["save"] * bool(verbs)
+        self._due += [each for each in wanted if each not in self._due]
+
+    def log(self, name: str, value: float | Tensor) -> None:
+        """Record a number for a callback; see `RunView.log`."""
+        self._record.log(name, value)
 
     # --- recovery in place: `lockstep.train.recovery` -----------------------------------------------------------------
 
@@ -412,7 +528,8 @@ class Run:
         trainer, own = self.trainer, {name: getattr(self, name) for name in _OF_RUN}
         lists = [trainer.nonfinite.found, trainer.bad_samples.skipped]
         seconds = time.perf_counter() - self._started_at
-        return {"own": own, "lists": lists, "throughput": self._throughput.state(), "seconds": seconds}
+        done = {"throughput": self._throughput.state(), "callbacks": self._callbacks.state_dict()}
+        return {"own": own, "lists": lists, "seconds": seconds, **done}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Use the `state_dict` of another rank."""
@@ -420,6 +537,7 @@ class Run:
         for name in _OF_RUN:
             setattr(self, name, state["own"][name])
         trainer.nonfinite.found[:], trainer.bad_samples.skipped[:] = state["lists"]
+        self._callbacks.load_state_dict(state["callbacks"])
         self._throughput.load(state["throughput"])
         self._started_at = time.perf_counter() - state["seconds"]
 
@@ -465,11 +583,13 @@ class Run:
             return
         self._settle()
         activity.now.phase = "evaluation"
-        found = Evaluation(self.num_steps_done, self._evaluator.run())
+        with self.trainer.averaged():
+            found = Evaluation(self.num_steps_done, self._evaluator.run())
         self._evaluations.append(found)
         self.trainer.note_evaluation(found.metrics["loss"])
-        if self._best is None or found.metrics["loss"] < self._best.loss:
-            self._best, self.has_new_best = found, self._settings.keep_best
+        score = self._monitor.score(found.metrics)
+        if self._best is None or score < self._monitor.score(self._best.metrics):
+            self._best, self.has_new_best = found, bool(self._settings.keep_best)
         text = f"evaluation: {'  '.join(f'{name} {value:.4f}' for name, value in found.metrics.items())}"
         if self._evaluator.skipped:
             text += f"  without {len(self._evaluator.skipped)} that cannot be read"
@@ -477,6 +597,7 @@ class Run:
         epoch = "" if per_epoch is None else f"epoch {found.step / per_epoch:.1f}  "
         self._display.log(f"{epoch}step {found.step}/{self.num_steps}  {text}")
         self._record.event("evaluation", text, found.metrics)
+        self._call("on_evaluation")
 
     def save(self, *, owes_evaluation: bool = False) -> None:
         """Start to write a checkpoint, if there is a folder and the same state has not been saved.
@@ -484,33 +605,44 @@ class Run:
         Collective: every rank. Blocks rank zero until the previous one is on disk and the state is copied.
         """
         made, step = self._evaluations, self.num_steps_done
-        loss = made[-1].metrics["loss"] if made and made[-1].step == step else None
+        metrics = made[-1].metrics if made and made[-1].step == step else {}
+        loss = metrics.get("loss")
         self.has_new_best = False
         if self._checkpoints is None or self._saved == (step, loss):
             return  # for example if the last step ends an epoch
         self._settle()
         activity.now.phase = "checkpoint"
-        if self._on_checkpoint is not None:
+        if self._callbacks.have("on_checkpoint"):
             self._complete_checkpoint()
         self.trainer.check_samples(*self.trainer.read)
         self.trainer.check_replicas()  # the saved state must be that of all ranks
         best = None if self._best is None else asdict(self._best)
         state = self.trainer.state_dict() | {"best": best, "owes_evaluation": owes_evaluation}
-        self._checkpoint = self._checkpoints.save(state, step=step, loss=loss)
+        state["callbacks"] = self._callbacks.state_dict()
+        self._checkpoint = self._checkpoints.save(state, step=step, metrics=metrics)
         self._saved = (step, loss)
         self._found = {"step": step}
         if self._throughput.losses:  # none if a resumed run only did its pending evaluation
             self._found["train/loss"] = self._throughput.losses[-1]
-        if loss is not None:
-            self._found |= {EVALUATION.name_of(name): value for name, value in made[-1].metrics.items()}
+        self._found |= {EVALUATION.name_of(name): value for name, value in metrics.items()}
         self._record.event("checkpoint", f"checkpoint after step {step}")
 
     def _complete_checkpoint(self) -> None:
         """Wait until the newest checkpoint is on disk, and call ``on_checkpoint``. Collective: every rank."""
         if self._checkpoints is not None:
             self._checkpoints.finish()
-            if self._on_checkpoint is not None and self._checkpoint is not None:
-                self._on_checkpoint(self._checkpoint, self._found)
+            if self._checkpoint not in (None, self._announced):
+                self._announced = self._checkpoint
+                self._call("on_checkpoint")
+
+    def _end(self) -> None:
+        """Take the weights that `fit` returns, and call ``on_end``. Collective: every rank."""
+        is_first, checkpoints = self._final is None, self._checkpoints
+        self._final = self.trainer.final_model()
+        if self._settings.load_best and checkpoints is not None and not self.stops:
+            self.trainer.load_weights(checkpoints.load_best())
+        if is_first:  # else a rank was lost after that
+            self._call("on_end", agrees=False)
 
     def stop(self) -> FitResult:
         """Save, and return the result so far.
@@ -519,19 +651,21 @@ class Run:
         """
         self.save(owes_evaluation=self._evaluator is not None and self.is_due(self._settings.eval_every))
         self._complete_checkpoint()
+        self._end()
         # Not every rank has received the signal.
         names = all_gather_object(self._signals.asked(), group=self._world.group, device=self._world.device)
         name: str = next(name for name in names if name is not None)
+        losses = self._throughput.read()
+        loss = f", loss {losses[-1]:.4f}" if losses else ""
         text = (
-            f"Stopped by {'Ctrl-C' if name == 'SIGINT' else name} after step {self.num_steps_done} of "
-            f"{self.num_steps}, saved in {self._checkpoint}.\nThe same command resumes from there."
+            f"Stopped by {called(name)} after step {self.num_steps_done} of {self.num_steps}{loss}, saved in "
+            f"{self._checkpoint}.\nThe same command resumes from there."
         )
         self._summary = self._record.finish("stop", text)
         self._log_summary()
         if not self._signals.has_launcher:  # the launcher prints it
             self._display.log(text)
         self._signals.report(text)
-        self._throughput.read()
         return self._result(stopped=name)
 
     def complete(self) -> None:
@@ -539,6 +673,8 @@ class Run:
         if self._first_step < self.num_steps:
             self._settle()
         self._complete_checkpoint()
+        self._due.clear()  # what a callback may just have asked for is done
+        self._end()
         self._summary = self._record.finish("end", f"{self.num_steps_done} steps done")
         if self._settings.export is not None:
             self.trainer.export(Path(self._settings.export), writes=self._world.is_rank_zero)
@@ -596,6 +732,7 @@ class Run:
             exit_code=exit_code_of(stopped, has_launcher=self._signals.has_launcher),
             num_counted=throughput.num_counted or None,
             tokens_per_s=throughput.counted_per_s if throughput.num_counted else None,
+            model=self._final,
         )
 
     def close(self) -> None:
@@ -605,6 +742,8 @@ class Run:
             self._record.close()
         finally:
             self._display.close()
+        if isinstance(sys.exc_info()[1], KeyboardInterrupt) and self._checkpoints is None and self._leads:
+            self._signals.say_not_saved("SIGINT")
         self.trainer.close()
 
     def _report(self) -> None:
@@ -629,15 +768,8 @@ class Run:
         self._report()
 
 
-def fit_with(task: Task, settings: FitSettings, *, on_checkpoint: CheckpointCallback | None = None) -> FitResult:
-    """Train ``task`` as `fit` does, with its keywords as one object.
-
-    Args:
-        task: The task.
-        settings: The keywords of `fit`.
-        on_checkpoint: Called on every rank in the same order with each complete checkpoint, including the one that was
-            resumed from: before the next one is written, and at the end.
-    """
+def fit_with(task: Task, settings: FitSettings) -> FitResult:
+    """Train ``task`` as `fit` does, with its keywords as one object."""
     check_task(task, settings)
     # Registered once, and after multiprocessing's own handler, so that it runs before that.
     atexit.unregister(end_stopped_children)
@@ -648,7 +780,7 @@ def fit_with(task: Task, settings: FitSettings, *, on_checkpoint: CheckpointCall
         explaining_worker_failures(world.rank),
         StopSignals(saves=settings.checkpoint is not None, rank=world.rank) as signals,
         _checkpoints(settings, world) as checkpoints,
-        contextlib.closing(Run(task, settings, world, signals, checkpoints, on_checkpoint)) as run,
+        contextlib.closing(Run(task, settings, world, signals, checkpoints)) as run,
     ):
         with profiled(settings, world, range(run.num_steps_done + 1, run.num_steps + 1), run.pause_for) as around:
             while run.has_more:
@@ -670,11 +802,45 @@ def _checkpoints(settings: FitSettings, world: World) -> contextlib.AbstractCont
 
     place, keep, blocking = place_of(settings.checkpoint), settings.keep or 2, settings.checkpoint_blocking
     fresh = settings.resume is False and not world.is_late
-    return Checkpoints(place, world, fresh, keep, settings.keep_best, blocking)
+    best = Monitor.of(settings.keep_best) if settings.keep_best else None
+    return Checkpoints(place, world, fresh, keep, best, blocking)
+
+
+@refusing_unknown("setting")
+@dataclass(frozen=True, kw_only=True)
+class _Keywords(FitSettings):
+    """The keywords of `fit`: the settings, and what no flag can give."""
+
+    callbacks: Sequence[object] = ()
+
+    @property
+    def settings(self) -> FitSettings:
+        return FitSettings(**{each.name: getattr(self, each.name) for each in settings_of(FitSettings)})
+
+
+class _Weights:
+    """A callback that copies the weights at the end to the host memory of rank zero."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {}
+
+    def on_end(self, run: RunView) -> None:
+        for name, value in plain_names(run.model.state_dict()).items():
+            tensor = whole(value)
+            if run.is_rank_zero:
+                self.state[name] = tensor.cpu() if isinstance(tensor, Tensor) else tensor
+
+
+def _fit_in_rank(task: Task, settings: FitSettings) -> tuple[FitResult, dict[str, Any], list[Any]]:
+    """Train as a rank; return the result, the weights, and the states of the callbacks."""
+    weights, callbacks = _Weights(), task.callbacks
+    result = fit_with(replace(task, callbacks=[*callbacks, weights]), settings)
+    is_zero = bool(weights.state)
+    return result, weights.state, [each.state_dict() for each in callbacks if is_zero and isinstance(each, Stateful)]
 
 
 def _with_keywords_of(
-    make: Callable[P, FitSettings], function: Callable[[Task, FitSettings], FitResult]
+    make: Callable[P, _Keywords], function: Callable[[Task, _Keywords], FitResult]
 ) -> Callable[Concatenate[Task, P], FitResult]:
     """Make a function of task and settings take the settings as keywords, with the types and defaults of ``make``."""
 
@@ -688,16 +854,19 @@ def _with_keywords_of(
     return called
 
 
-@functools.partial(_with_keywords_of, FitSettings)
-def fit(task: Task, settings: FitSettings) -> FitResult:
-    """Train ``task`` and return the result.
+@functools.partial(_with_keywords_of, _Keywords)
+def fit(task: Task, keywords: _Keywords) -> FitResult:
+    """Train ``task`` and return the result, with the trained model.
 
-    The keywords are those of `lockstep.train.settings.FitSettings`; ``lockstep train --help`` explains each.
+    The keywords are those of `lockstep.train.settings.FitSettings`; ``lockstep train --help`` explains each. Further
+    ``callbacks`` are called after those of the task; see `Task`.
     In a process that was started by ``lockstep run``, ``lockstep.launch`` or torchrun, it trains with the other ranks.
     Otherwise ``devices=N`` starts N ranks as ``lockstep.launch`` does, from a script (also without
     ``if __name__ == "__main__"``) or a notebook cell, and returns the result of rank zero. Without ``devices``, and
-    with strategy ``dp``, it trains in this process. The task is sent to the ranks by cloudpickle. The trained weights
-    are in the files of ``checkpoint`` and ``export``, and `Task.after` is called with the model on rank zero.
+    with strategy ``dp``, it trains in this process. The task is sent to the ranks by cloudpickle; then `Task.model` is
+    called here, too, and what it returns gets the trained weights. So do callbacks with a state, from rank zero. The
+    trained weights are also in the files of ``checkpoint`` and ``export``, and `Task.after` is called with the model on
+    rank zero.
 
     With a folder for checkpoints, SIGTERM, SIGUSR1 and Ctrl-C stop the run after the current step, with devices after
     the next one, and save; the result contains the reason.
@@ -714,6 +883,11 @@ def fit(task: Task, settings: FitSettings) -> FitResult:
         RankFailed: A rank that it started raised another error; the message contains its traceback.
     """
     is_rank = RankEnv.from_environ(os.environ).launcher is not Launcher.NONE or is_initialized()
+    if not isinstance(task, Task):
+        advice = "Call it: fit(task(...))." if callable(task) else "Pass the task."  # type: ignore[unreachable]
+        raise ConfigurationError(f"fit got a {type(task).__name__}, not a lockstep.Task.\n{advice}")
+    check_callbacks(keywords.callbacks)
+    task, settings = replace(task, callbacks=[*task.callbacks, *keywords.callbacks]), keywords.settings
     num_ranks = 1 if settings.devices is None else num_devices(settings.devices)
     if is_rank or num_ranks == 1 or settings.strategy not in PER_PROCESS:
         return fit_with(task, settings)
@@ -724,6 +898,15 @@ def fit(task: Task, settings: FitSettings) -> FitResult:
     check_count(num_ranks)
     check_batch(task, settings, num_ranks)
     with raising_task_errors():
-        result: FitResult = launch(fit_with, task, settings, devices=num_ranks)[0]
+        result, weights, states = launch(_fit_in_rank, task, settings, devices=num_ranks)[0]
+    with torch.random.fork_rng(devices=[]):
+        model = task.model()
+    if is_on_meta(model):
+        model.to_empty(device="cpu")
+    load_state_dict(model, None, {"model": weights})
+    for each, state in zip((each for each in task.callbacks if isinstance(each, Stateful)), states, strict=True):
+        each.load_state_dict(state)
     # The rank ended normally for our launcher, but not for the process that started this one.
-    return replace(result, exit_code=exit_code_of(result.stopped, has_launcher=False))
+    exit_code = exit_code_of(result.stopped, has_launcher=False)
+    returned: FitResult = replace(result, exit_code=exit_code, model=model)
+    return returned

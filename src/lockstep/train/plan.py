@@ -151,14 +151,16 @@ def check_task(task: Task, settings: FitSettings) -> None:
     Raises:
         ConfigurationError: There is one.
     """
-    if not isinstance(task, Task):
-        advice = "Call it: fit(task(...))." if callable(task) else "Pass the task."  # type: ignore[unreachable]
-        raise ConfigurationError(f"fit got a {type(task).__name__}, not a lockstep.Task.\n{advice}")
     refuse_ignored({**vars(settings), "eval_dataset": task.eval_dataset})
     if settings.warmup and settings.schedule is None and makes_scheduler(task.schedule):
         raise ConfigurationError(
             "warmup cannot be combined with a scheduler of torch.\n"
             "Omit warmup; in Task.schedule, let a LinearLR come first, in a SequentialLR."
+        )
+    if task.ema is not None and settings.strategy in ("local-sgd", "diloco"):
+        raise ConfigurationError(
+            f"Task.ema cannot be used with strategy {settings.strategy}, whose ranks hold different weights.\n"
+            "Omit ema, or use strategy ddp."
         )
 
 

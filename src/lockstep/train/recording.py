@@ -26,6 +26,7 @@ from lockstep.telemetry.record import Event, EventName
 from lockstep.telemetry.recorder import Place, Recorder, has_timeline, learning_rate_of
 from lockstep.telemetry.sinks import Subscriber
 from lockstep.telemetry.step_times import Number, StepMarks, StepTimes
+from lockstep.train.callbacks import RunView
 from lockstep.train.settings import FitSettings
 from lockstep.train.task import Task
 from lockstep.train.trainer import StepRecord, Trainer
@@ -62,6 +63,7 @@ class RunRecord:
 
     Attributes:
         sinks: The sinks of the run; only rank zero has any.
+        compares: Whether `compare_ranks` is due after the last step.
 
     Raises:
         ConfigurationError: On every rank: a rank cannot write into the folder, or a sink cannot be opened.
@@ -87,7 +89,7 @@ class RunRecord:
             steps_per_epoch=trainer.plan.order.steps_per_epoch,
             num_skipped=lambda: len(trainer.nonfinite.found),
         )
-        self._recorder.on_recovery = self._recovered
+        self._recorder.num_done, self._recorder.on_recovery = lambda: trainer.num_steps_done, self._recovered
         self.sinks = self._recorder.sinks
         self._stamps = BucketStamps(self._device)
         if trainer.strategy.ours is not None:
@@ -101,14 +103,17 @@ class RunRecord:
         self._is_over = False
         # The next steps whose times the ranks compare, and those of them that are done.
         self._window, self._compared = window_of(0), list[StepMarks]()
+        self.compares = False
 
     def deliver(self, display: Subscriber | None) -> None:
         """Start to measure, and to pass figures and events to ``display`` and the sinks if this is rank zero."""
         self._recorder.subscribe(display)
         self._recorder.start()
 
-    def step(self, done: StepRecord) -> bool:
-        """Record a step that has just ended on the host; return whether `compare_ranks` is due. Does not block."""
+    def on_step_end(self, run: RunView) -> None:
+        """Record a step that has just ended on the host. Does not block."""
+        done = run.last_step
+        assert done is not None, "it has just ended"
         step = done.timer.marks
         self._release(step.began_at)
         self._paused_at = None
@@ -130,10 +135,19 @@ class RunRecord:
         if number > self._window[-1]:
             self._window = window_of(number)
         # Between exchanges ranks do not wait for each other.
-        if number not in self._window or group is None or group is not self._trainer.strategy.step_group:
-            return False
-        self._compared.append(step)
-        return number == self._window[-1]
+        is_compared = number in self._window and group is not None and group is self._trainer.strategy.step_group
+        if is_compared:
+            self._compared.append(step)
+        self.compares = is_compared and number == self._window[-1]
+
+    def log(self, name: str, value: float | torch.Tensor) -> None:
+        """Record a number with the last step, or if there is none since the last pause, as a metric. Does not block."""
+        copy = None if isinstance(value, int | float) else HostCopy(value.reshape(1))
+        if self._last is None:
+            number = float(value) if copy is None else float(copy.read())
+            self.event("evaluation", f"{name} {number:.4g}", {name: number})
+        else:
+            self._last.logged[name] = Number(value) if copy is None else Number(copy.value, copy.arrived, 0)
 
     def _numbers(self, done: StepRecord) -> dict[str, Number]:
         """Return loss, norm and count of a step, with the state of their copies to the host."""
@@ -171,9 +185,8 @@ class RunRecord:
             self._recorder.lead(display)
             self.sinks = self._recorder.sinks
 
-    def _recovered(self, _num_missed: int) -> int:
+    def _recovered(self, _num_done: int) -> None:
         self._release(None)
-        return self._trainer.num_steps_done
 
     def pause(self) -> None:
         """Begin a pause of the training for the next event."""

@@ -67,7 +67,7 @@ from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
 from lockstep.parallel.zero.partition import options_of
 from lockstep.rank_files import Arrival, Generation, RecoveryReport, launcher_folder, withdraw_recovery
 from lockstep.telemetry.heartbeat import num_calls
-from lockstep.telemetry.recorder import Place, end_recoveries, record_recovery
+from lockstep.telemetry.recorder import Place, end_recoveries, num_recorded, record_recovery
 from lockstep.torch_internals import version_of
 from lockstep.train.skipping import BufferSnapshot
 
@@ -169,6 +169,8 @@ class Recovery:
         # After the newest update: the buffers of all ranks are those of rank zero as long as none has changed.
         self._sent: list[int] | None = None
         self._recovered_at: int | None = None  # the step of the newest recovery
+        # At the begin of the attempt: updates done, and steps recorded, which may both be several in a block, or none.
+        self._counts = [0, 0]
         self._plans: dict[str, Any] = {}
         self._membership: Membership | None = None
         self._changes: Changes | None = None
@@ -213,6 +215,7 @@ class Recovery:
         """
         if self._membership is not None:
             self._membership.arrive(self.step)
+            self._counts = [activity.now.num_steps, num_recorded()]
             for kept in self._kept:
                 kept.keep()
         watching = contextlib.nullcontext() if self._changes is None else self._changes.block(self._before_step)
@@ -299,19 +302,21 @@ class Recovery:
         rows, source, lacking = self._compare()
         joins = not self._has_state
         num_bytes = self._copy(source, lacking)
-        _, self.step, num_steps, _ = rows[source]
-        num_missed, activity.now.num_steps = num_steps - activity.now.num_steps, num_steps
+        _, self.step, counts, _ = rows[source]
+        if world.rank in lacking:
+            self._counts = counts
+        activity.now.num_steps, num_done = self._counts
         self._recovered_at = self.step
         if self._changes is not None:
             self._refuse_difference("same" if all(row[3] for row in rows if row[0]) else "healed")
             self._changes.refuse_unlisted(world)
-        self._report(found, source, lacking, num_bytes, num_missed if world.rank in lacking else 0, joins=joins)
+        self._report(found, source, lacking, num_bytes, num_done, joins=joins)
 
     def _compare(self) -> tuple[list[list[Any]], int, list[int]]:
         """Return what each rank holds, the first rank that is most ahead, and those that lack its state. Collective."""
         world = self._world
         settled = self._sent == [*map(version_of, self._current_buffers())]
-        mine = [self._has_state, self.step, activity.now.num_steps, settled]
+        mine = [self._has_state, self.step, self._counts, settled]
         rows = all_gather_object(mine, group=world.group, device=world.device)
         self.refuse_cut()
         most = max((step for has_state, step, *_ in rows if has_state), default=None)
@@ -344,7 +349,7 @@ class Recovery:
         return num_bytes
 
     def _report(
-        self, found: Generation, source: int, lacking: list[int], num_bytes: int, num_missed: int, *, joins: bool
+        self, found: Generation, source: int, lacking: list[int], num_bytes: int, num_done: int, *, joins: bool
     ) -> None:
         """Report the recovery to the launcher and in the record. Collective: every rank."""
         world, group = self._world, self._world.group
@@ -366,7 +371,7 @@ class Recovery:
         report = RecoveryReport(**reports[source] | {"why": why})
         if world.local_rank == 0:  # the launcher of each machine keeps account of its ranks
             report.write(launcher_folder())
-        record_recovery(report, Place(world.rank, world.world_size, group), num_missed, joins=joins)
+        record_recovery(report, Place(world.rank, world.world_size, group), num_done, joins=joins)
 
     def _refuse_difference(self, buffers: Buffers) -> None:
         """Raise ReplicasDiffer if the parts differ between ranks. Collective: every rank. Blocks."""

@@ -52,6 +52,7 @@ _KINDS: dict[str, tuple[set[Any], Callable[[Any], bool], str]] = {
     "numbers": ({Sequence[float]}, _are_positive, "numbers above 0, such as (2, 1, 1)"),
     "text": ({str}, lambda value: isinstance(value, str), "a string"),
     "words": ({str, Sequence[str]}, _are_words, "a string, or several"),
+    "metric": ({bool, str}, lambda value: isinstance(value, (bool, str)), "True, or a metric such as accuracy:max"),
 }
 
 
@@ -111,7 +112,7 @@ def settings_of(cls: type) -> tuple[Setting, ...]:
     """Return the settings of the dataclass ``cls``, in the order of its fields."""
     hints = get_type_hints(cls)
     found = []
-    for declared in fields(cls):
+    for declared in (each for each in fields(cls) if each.metadata):  # `fit` has keywords that are no settings
         hint = hints[declared.name]
         members = set(get_args(hint) if get_origin(hint) in (Union, types.UnionType) else [hint])
         kinds = members - {type(None)}
@@ -120,6 +121,45 @@ def settings_of(cls: type) -> tuple[Setting, ...]:
         optional = kinds != members
         found.append(Setting(declared.name, kind, optional, tuple(choices), declared.default, **declared.metadata))
     return tuple(found)
+
+
+@dataclass(frozen=True)
+class Monitor:
+    """The metric by which evaluations are compared.
+
+    Attributes:
+        name: Of the metric.
+        sign: 1 if less is better, -1 if more is.
+    """
+
+    name: str
+    sign: int
+
+    @classmethod
+    def of(cls, spec: bool | str) -> Monitor:
+        """Read ``loss`` or ``accuracy:max``; True is the loss.
+
+        Raises:
+            ConfigurationError: It is none of these.
+        """
+        name, _, mode = ("loss" if isinstance(spec, bool) else spec).partition(":")
+        if not name or mode not in ("", "min", "max"):
+            raise ConfigurationError(
+                f"{spec!r} is not a metric.\nGive its name, such as loss, or accuracy:max if more of it is better."
+            )
+        return cls(name, -1 if mode == "max" else 1)
+
+    def score(self, metrics: Mapping[str, float]) -> float:
+        """Return what is less for a better evaluation; infinite for NaN.
+
+        Raises:
+            ConfigurationError: The metric is not in ``metrics``.
+        """
+        if self.name not in metrics:
+            names = ", ".join(metrics)
+            raise ConfigurationError(f"The evaluation has no metric {self.name!r}.\nName one of those it has: {names}.")
+        value = self.sign * metrics[self.name]
+        return math.inf if math.isnan(value) else value
 
 
 # --- names that do not exist ----------------------------------------------------------------------------------------
@@ -137,6 +177,7 @@ _FOREIGN = {
     "save_total_limit": "keep", "eval_steps": "eval_every", "resume_from_checkpoint": "resume",
     "lr": "optimizer", "learning_rate": "optimizer", "momentum": "optimizer", "weight_decay": "optimizer",
     "loss_fn": "loss", "criterion": "loss", "collate_fn": "collate", "train_dataset": "dataset",
+    "early_stopping_patience": "patience", "load_best_model_at_end": "load_best", "ema_decay": "ema",
     "val_dataset": "eval_dataset", "test_dataset": "eval_dataset", "compute_metrics": "metrics",
 }  # fmt: skip
 
@@ -146,7 +187,7 @@ _SAMPLER = (
 )
 
 # By the owner of a name, what to say to someone who gives it elsewhere.
-_FIELDS_OF_TASK = {"model", "dataset", "loss", "optimizer", "eval_dataset", "metrics", "collate"}
+_FIELDS_OF_TASK = {"model", "dataset", "loss", "optimizer", "eval_dataset", "metrics", "collate", "ema"}
 
 
 def suggest(name: str, known: Mapping[str, str]) -> str:
@@ -202,13 +243,20 @@ _CONFLICTS = (
     ("compression", "reproducible", "reproducible uses its own exchange of gradients"),
     ("bucket_cap_mb", "reproducible", "reproducible uses its own exchange of gradients"),
     ("quiet", "view=live view=lines", "it prints only errors"),
+    ("load_best", "strategy=local-sgd strategy=diloco", "their ranks hold different parameters"),
 )
 
 
 # What is needed (any one of these), the settings that would be ignored without it, and how to give it.
 _NEEDS = (
-    ("checkpoint", "resume checkpoint_every checkpoint_blocking keep keep_best", "checkpoint=DIR (--checkpoint DIR)"),
-    ("eval_dataset", "eval_every keep_best", "eval_dataset=... to the task"),
+    (
+        "checkpoint",
+        "resume checkpoint_every checkpoint_blocking keep keep_best load_best",
+        "checkpoint=DIR (--checkpoint DIR)",
+    ),
+    ("eval_dataset", "eval_every keep_best early_stopping", "eval_dataset=... to the task"),
+    ("keep_best", "load_best", "keep_best (--keep-best)"),
+    ("early_stopping", "patience", "early_stopping=METRIC (--early-stopping METRIC)"),
     ("workers", "prefetch", "workers=N (--workers N)"),
     ("lr_scaling", "base_batch_size", "lr_scaling=linear (--lr-scaling linear)"),
     ("profile", "profile_steps profile_dir", "profile=True (--profile)"),
@@ -359,7 +407,12 @@ class FitSettings(Settings):
     checkpoint_every: int | None = setting(None, "Steps between checkpoints; each epoch if not given.", "STEPS", 1)
     checkpoint_blocking: bool = setting(False, "Wait until a checkpoint is on disk; needs no copy in host memory.")
     keep: int | None = setting(None, "Number of newest checkpoints to keep; 2 if not given.", "N", 1)
-    keep_best: bool = setting(False, "Also save at the lowest evaluation loss so far, and keep that checkpoint.")
+    keep_best: bool | str | None = setting(
+        None, "Also save at the best evaluation so far, and keep it: by loss, or by METRIC, such as accuracy:max."
+    )
+    load_best: bool = setting(False, "At the end, use the weights of the checkpoint that keep_best has kept.")
+    early_stopping: str | None = setting(None, "End when a metric stops improving: loss, accuracy:max.", "METRIC")
+    patience: int | None = setting(None, "Number of evaluations without improvement that ends it; default: 5.", "N", 1)
     resume: bool | None = setting(None, "Require a checkpoint, or start a new run; default: resume if there is one.")
     export: FilePath | None = setting(None, "File for the unwrapped model's weights at the end, .safetensors.", "FILE")
     eval_every: int | None = setting(None, "Steps between evaluations; each epoch if not given.", "STEPS", 1)
@@ -383,6 +436,9 @@ class FitSettings(Settings):
         check_engine(self.strategy, self)
         if self.export is not None and Path(self.export).suffix != ".safetensors":
             raise ConfigurationError(f"export={self.export} does not end in .safetensors.\nName a file that does.")
+        for spec in (self.keep_best, self.early_stopping):
+            if spec not in (None, False):
+                Monitor.of(spec)
         # Checked here, so that an invalid target is an error before any rank is started.
         if self.log_to is not None:
             from lockstep.telemetry.sinks import parse_targets  # not at the top, because it imports torch

@@ -323,7 +323,7 @@ class GradientList:
 
 # --- sums over the ranks ----------------------------------------------------------------------------------------------
 
-NUM_FLAGS = 6  # see `StepMetrics.flags`
+NUM_FLAGS = 8  # see `StepMetrics.flags`
 
 
 @dataclass
@@ -341,8 +341,9 @@ class StepMetrics:
         loss: After `wait`: loss of the global batch, 0-dimensional; zero if the count is zero.
         count: Number of items, such as tokens, that the loss is a mean over, 0-dimensional; None: of samples.
         divisor: The remaining divisor of a gradient that was divided by the number of samples; None: one.
-        flags: Numbers of unreadable samples, of ranks that request to stop, of ranks on which something failed, and of
-            ranks that compare a number; the sum of these numbers, and that of their squares.
+        flags: Numbers of unreadable samples, of ranks that request to stop, on which something failed, whose callbacks
+            request the end of the run or a checkpoint, and that compare a number; the sum of these numbers, and that of
+            their squares.
         report: The flags, and one more element for the norm of the gradient: what the host reads of a step.
     """
 

@@ -19,7 +19,7 @@ from lockstep.errors import RESUME_EXIT_CODE, exit_code_after
 # Maximum delay between a signal and the launcher's request.
 _REQUEST_WITHIN_S = 0.5
 _NOT_SAVED = (
-    "lockstep: Stopped by {} after step {}; nothing was saved, because no folder for checkpoints was given.\n"
+    "lockstep: Stopped by {} after {}; nothing was saved, because no folder for checkpoints was given.\n"
     "Add checkpoint=DIR (--checkpoint DIR): then a run that is stopped saves, and the same command resumes it.\n"
 )
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
@@ -45,12 +45,12 @@ class StopSignals:
         rank: Rank of this process.
 
     Attributes:
-        num_steps_done: Returns the number of steps of the run that are done.
+        progress: Returns in words what the run has done, such as ``step 3 of 10, loss 0.5``.
     """
 
     def __init__(self, *, saves: bool, rank: int) -> None:
         self._saves, self._rank = saves, rank
-        self.num_steps_done: Callable[[], int] = int  # which returns 0
+        self.progress: Callable[[], str] = lambda: "step 0"
         self._run_dir = rank_files.launcher_folder()
         self._received: signal.Signals | None = None
         self._before: dict[int, Any] = {}
@@ -101,6 +101,10 @@ class StopSignals:
             for number, handler in self._before.items():
                 signal.signal(number, handler)
 
+    def say_not_saved(self, name: str) -> None:
+        """Print on rank zero, which alone listens, that a signal ends the run, and nothing was saved."""
+        os.write(2, _NOT_SAVED.format(called(name), self.progress()).encode())
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._wakeup is not None:  # the thread handles it
             return
@@ -122,14 +126,19 @@ class StopSignals:
                 if number[0] in self._before and not self._saves:
                     name = signal.Signals(number[0]).name
                     # If the launcher has got no signal, another rank has failed, and that is what it reports.
-                    if self._run_dir is None or self.asked() not in (None, signal.SIGINT.name):
-                        os.write(2, _NOT_SAVED.format(name, self.num_steps_done()).encode())
+                    if self._run_dir is None or self.asked() is not None:
+                        self.say_not_saved(self.asked() or name)
                     _end_by(number[0])
                 deadline = time.monotonic() + _REQUEST_WITHIN_S
                 while number[0] in self._before and self.asked() is None:
                     if time.monotonic() > deadline:
                         _end_by(number[0])
                     time.sleep(0.01)
+
+
+def called(name: str) -> str:
+    """Return what people call a signal."""
+    return "Ctrl-C" if name == "SIGINT" else name
 
 
 def exit_code_of(stopped: str | None, *, has_launcher: bool) -> int:

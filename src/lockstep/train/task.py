@@ -1,12 +1,13 @@
 """What to train: `Task`, `Loss` for losses that are not a mean over the samples, and loading a task from a file."""
 
+import difflib
 import importlib.util
 import inspect
 import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,39 @@ from lockstep.torch_internals import is_counted_step, reparametrize_module
 from lockstep.train.checkpoints.model_state import plain_name, unwrap
 from lockstep.train.settings import refusing_unknown
 from lockstep.train.task_file import TaskSpec, find_task, read_parameters, without_task
+
+# The methods of a callback.
+_POINTS = ("on_start", "on_step_end", "on_evaluation", "on_checkpoint", "on_end")
+
+# What other trainers call them.
+_FOREIGN_POINTS = {
+    "on_train_begin": "on_start", "on_train_start": "on_start", "on_fit_start": "on_start", "on_fit_end": "on_end",
+    "on_train_end": "on_end", "on_train_batch_end": "on_step_end", "on_epoch_end": "on_step_end",
+    "on_train_epoch_end": "on_step_end", "on_validation_end": "on_evaluation", "on_evaluate": "on_evaluation",
+    "on_validation_epoch_end": "on_evaluation", "on_save": "on_checkpoint", "on_save_checkpoint": "on_checkpoint",
+}  # fmt: skip
+
+
+def check_callbacks(callbacks: Sequence[object]) -> None:
+    """Refuse what has no method that a run calls, or one that no run calls.
+
+    Raises:
+        ConfigurationError: There is such a callback; names the method that was probably meant.
+    """
+    for each in callbacks:
+        name = getattr(each, "__name__", type(each).__name__)
+        methods = [method for method in dir(each) if method.startswith("on_") and callable(getattr(each, method))]
+        unknown = [method for method in methods if method not in _POINTS]
+        if isinstance(each, type):
+            raise ConfigurationError(f"The callback {name} is a class.\nGive an object: callbacks=[{name}()].")
+        if unknown:
+            near = difflib.get_close_matches(unknown[0], _POINTS, n=1)
+            hint = f"Did you mean {_FOREIGN_POINTS.get(unknown[0], near[0] if near else _POINTS[0])}? "
+            raise ConfigurationError(
+                f"No run calls {unknown[0]} of the callback {name}.\n{hint}There are {', '.join(_POINTS)}."
+            )
+        if not methods:
+            raise ConfigurationError(f"The callback {name} has none of the methods {', '.join(_POINTS)}.\nDefine one.")
 
 
 @dataclass(frozen=True)
@@ -77,6 +111,10 @@ class Task:
             children of its outermost lists and sequences.
         prepare: Called once on each machine before the ranks create anything, such as for a download or the tokens of a
             corpus; its result is ignored. If it fails, every rank raises an error.
+        ema: Decay of an exponential moving average of the weights, such as 0.999, as ``torch.optim.swa_utils`` averages
+            them after each update. Evaluations, ``export`` and the weights at the end are those of the average.
+        callbacks: Objects with methods ``on_start``, ``on_step_end``, ``on_evaluation``, ``on_checkpoint`` or
+            ``on_end``; see `lockstep.train.callbacks.RunView`, which they get.
         epochs: Default number of passes over the data set.
         name: The name of the task in reports; by default commands use the name of its file.
         counts: The name of the items that a `Loss` counts, in reports.
@@ -99,6 +137,8 @@ class Task:
     after: Callable[[nn.Module], object] | None = None
     shard: Callable[[nn.Module], Iterable[nn.Module]] | None = None
     prepare: Callable[[], object] | None = None
+    ema: float | None = None
+    callbacks: Sequence[object] = ()
     epochs: int = 1
     name: str = "task"
     counts: str = "tokens"
@@ -109,6 +149,9 @@ class Task:
             number: object = getattr(self, name)
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise ConfigurationError(f"Task.{name} is {number!r}.\nGive a whole number of at least 1.")
+        if self.ema is not None and not (isinstance(self.ema, float) and 0 < self.ema < 1):
+            raise ConfigurationError(f"Task.ema is {self.ema!r}.\nGive a decay between 0 and 1, such as 0.999.")
+        check_callbacks(self.callbacks)
         examples = {
             "model": "model=Net, not model=Net()",
             "dataset": "dataset=lambda: MyDataset(...)",

@@ -31,6 +31,7 @@ from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
 from lockstep.telemetry.recorder import StepTimer
 from lockstep.telemetry.step_times import StepTimes
 from lockstep.train import step as step_parts
+from lockstep.train.averaging import AveragedWeights
 from lockstep.train.checkpoints import model_state
 from lockstep.train.plan import PER_PROCESS, VirtualShards, make_plan
 from lockstep.train.settings import Settings, StrategyName, check_engine
@@ -106,6 +107,8 @@ class Trainer:
         num_steps_done: Number of steps done, including those before a resume.
         stop_requested, failure_seen: Flags that this rank sends to the others with each step: whether the run is to
             stop, and whether something failed outside of the steps, such as a write to disk.
+        requests: Likewise: whether callbacks request the end of the run, and a checkpoint.
+        average: The averaged weights of `Task.ema`.
         caveats: Reasons why the bits may differ from those of another run, to be shown to the user.
         changes: What the plan of a resumed run has changed, such as ``steps from 100 to 200``.
 
@@ -124,11 +127,12 @@ class Trainer:
         self.changes: list[str] = []
         self.stop_requested: Callable[[], bool] = bool  # which returns False
         self.failure_seen: Callable[[], bool] = bool
+        self.requests: Callable[[], tuple[bool, bool]] = lambda: (False, False)
         self.num_steps_done = self._num_updates = 0
         self._sync, self._has_counts = True, False
         # Read in the next step: the report of the last step; its micro-batches, None without an update; its number.
         self._unsettled: tuple[HostCopy, Computed | None, int] | None = None
-        self._reported = [0.0, 0.0]
+        self._reported = [0.0] * 4
         # Checksum and step of what all ranks have read of a stream: the newest, and what the last exchange compared.
         self.read = self._compared = ("", 0)
         self._began_with: tuple[int, dict[str, Any]] | None = None  # in a step: updates and loss scaling before it
@@ -170,6 +174,7 @@ class Trainer:
         is_divided = self._name == "fsdp"
         self._model = build_model(task, "cpu" if is_divided else self.device, keeps_meta=is_divided)
         self._hooks = step_parts.seed_recurrent_on_host(self._model, self.device)
+        self.average = None if task.ema is None else AveragedWeights(self._model, task.ema)
 
     def _open_batches(self, shards: VirtualShards | None) -> None:
         places = self.devices if shards is None else [self.device] * len(shards.mine)
@@ -259,6 +264,8 @@ class Trainer:
         if self.strategy.averaging is not None:
             return  # it is complete: only its exchange is done again
         self.optimizer.zero_grad(set_to_none=True)
+        if self.average is not None and self.average.is_swapped:  # a rank was lost in an evaluation, or at the end
+            self.average.swap()
         self.batches.rewind(self.num_steps_done)
         self.bad_samples.pending.clear()
         self._unsettled = None
@@ -444,6 +451,7 @@ class Trainer:
             def on_losses(parts: list[step_parts.Part], losses: list[Tensor] = losses, is_last: bool = is_last) -> None:
                 self.settle()
                 if in_backward:  # parameters are updated as soon as their bucket is reduced
+                    self.update_average()
                     self._set_rates()
                 flags = None
                 if is_last:
@@ -451,8 +459,10 @@ class Trainer:
                     if group is not None:
                         self._compared, self.read = self.read, ("", 0)
                         number = int(self._compared[0][:4] or "0", 16)
-                    reported = len(self.bad_samples.pending), self.stop_requested(), self.failure_seen()
-                    flags = *reported, number > 0, number, number * number
+                    mine = [self.stop_requested(), self.failure_seen(), *self.requests()]
+                    if self.group is None:
+                        self._reported = [*map(float, mine)]
+                    flags = [len(self.bad_samples.pending), *mine, number > 0, number, number * number]
                 losses += metrics.add(parts, flags)
 
             try:
@@ -517,6 +527,7 @@ class Trainer:
             computed: The micro-batches of this process.
             step: Counted from 0.
         """
+        self.update_average()  # of the last step: now its parameters have been gathered, and its gradient was checked
         self._seeds.all(step_parts.UPDATE, step)  # some optimizers draw random numbers
         in_backward = self.policy is Update.IN_BACKWARD
         scale = 1.0 if self.scaler is None else self.scaler.scale
@@ -551,6 +562,8 @@ class Trainer:
                 self.nonfinite.buffers.restore_where(is_bad)
         if not in_backward:
             self.optimizer.step()
+        if self.average is not None:
+            self.average.is_due = True
         return norm, True
 
     def _set_rates(self) -> None:
@@ -565,6 +578,13 @@ class Trainer:
         """Pass the loss of an evaluation after the last step to the scheduler, if there is one."""
         if self._scheduler is not None:
             self._scheduler.add_loss(self.num_steps_done, loss)
+
+    def update_average(self) -> None:
+        """Update the averaged weights with the parameters of the last step, if this has not been done."""
+        if self.average is not None and self.average.is_due:
+            if isinstance(self.optimizer, ZeroRedundancyOptimizer):
+                self.optimizer.wait()
+            self.average.update()
 
     def _conclude(self, norm: float, computed: Computed, step: int, *, is_over: bool) -> bool:
         """Count the update of ``step``; if its gradient is not finite, decrease the loss scale or refuse the step.
@@ -593,6 +613,8 @@ class Trainer:
                 self.strategy.compressed.scale_compression_residuals(self.scaler.scale / before)
         elif not is_finite:
             self.nonfinite.refuse(computed, step, is_over=is_over)
+        if not is_finite and self.average is not None and self.policy is Update.LEFT_OUT:
+            self.average.is_due = False
         return is_finite
 
     def _is_finite_after_all(self, norm: Tensor) -> bool:
@@ -649,15 +671,19 @@ class Trainer:
         """Compare with the other ranks what they read for ``step``. Collective: every rank of the group."""
         check_same_samples(checksum, "dataset", step, group=self.group, device=self.device)
 
-    def reported(self) -> tuple[bool, bool]:
-        """Return whether a rank requested to stop in the last step, and whether something failed outside of the steps.
+    def reported(self) -> list[bool]:
+        """Return what a rank has reported in the last step: a request to stop, a failure, and requests of callbacks.
 
+        A failure is one outside of the steps. Callbacks request the end of the run, and a checkpoint.
         The same on all ranks of the group. On a device it is known a step later, or after `settle`.
         """
-        if self.group is None:
-            return self.stop_requested(), self.failure_seen()
-        stop, failed = self._reported
-        return stop > 0, failed > 0
+        mine = [self.stop_requested(), self.failure_seen()] if self.group is None else []
+        return [*mine, *(flag > 0 for flag in self._reported[len(mine) :])]
+
+    @property
+    def reports_in(self) -> int:
+        """Number of steps after which all ranks, and devices of any kind, know what was requested in a step."""
+        return int(not self._has_flags_later and self.strategy.averaging is None)
 
     # --- check that replicas are equal --------------------------------------------------------------------------------
 
@@ -695,6 +721,32 @@ class Trainer:
     def model(self) -> nn.Module:
         """The model without wrappers, after the last step. Collective with fsdp, which returns a whole copy."""
         return self.strategy.whole(self._model)
+
+    @property
+    def module(self) -> nn.Module:
+        """The model that is being trained, without wrappers; with fsdp, with the shards of this rank."""
+        return self._model
+
+    def final_model(self) -> nn.Module:
+        """Return the model at the end, with the averaged weights; with fsdp, with the shards of this rank."""
+        self.settle()
+        self.update_average()
+        if self.average is not None and not self.average.is_swapped:
+            self.average.swap()
+        return self.strategy.weights(self._model)
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within the block, the model has the averaged weights, if there are any. Blocks until they are complete."""
+        self.settle()
+        self.update_average()
+        with contextlib.nullcontext() if self.average is None else self.average.applied():
+            yield
+
+    def load_weights(self, state: dict[str, Any]) -> None:
+        """Load the weights of a checkpoint, the averaged ones if it has them, into the model."""
+        weights = {**state["model"], **state.get("ema", {})}
+        model_state.load_state_dict(self.strategy.weights(self._model), None, {"model": weights})
 
     def export(self, path: Path, *, writes: bool) -> None:
         """Write the weights to a file; see `model_state.export_weights`. Collective: every rank of the group."""
@@ -749,8 +801,10 @@ class Trainer:
 
     def _state(self, optimizer: Optimizer | None) -> dict[str, Any]:
         self.settle()
-        compressed = self.strategy.compressed
+        self.update_average()
+        compressed, average = self.strategy.compressed, self.average
         return {
+            **({} if average is None or not average.values else {"ema": average.state_dict()}),
             **({} if compressed is None else {"compression": model_state.compression_state(compressed)}),
             "run": self._identity(),
             "plan": self._planned(),
@@ -780,6 +834,8 @@ class Trainer:
             if self.strategy.compressed is not None:
                 model_state.load_compression_state(self.strategy.compressed, state.get("compression"))
             self.strategy.load_state_dict(state, self.optimizer)
+            if self.average is not None:
+                self.average.load_state_dict(state.get("ema", {}))
         except CheckpointError:
             raise
         except (RuntimeError, ValueError) as error:

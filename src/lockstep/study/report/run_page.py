@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from html import escape
 from itertools import chain
 from pathlib import Path
@@ -211,6 +212,7 @@ def draw(view: View, baseline: BaselineComparison | None = None) -> list[str]:
     """Return the drawings for which there are figures."""
     found = dict.fromkeys(name for event in view.run.events for name in event.metrics or {} if name != "loss")
     metrics = [*found][:_MOST_METRICS]
+    logged = [*dict.fromkeys(name for line in view.run.zero.steps for name in line.logged)][:_MOST_METRICS]
     plots = [
         _parts(view),
         _curve(view, None, "Throughput", "samples/s", lambda step: step.samples / (step.lasted_s or math.nan)),
@@ -218,10 +220,15 @@ def draw(view: View, baseline: BaselineComparison | None = None) -> list[str]:
         *(_curve(view, baseline, f"Evaluation: {name}", "evaluated", lambda _: None, metric=name) for name in metrics),
         _curve(view, None, "Learning rate", "learning rate", lambda step: step.learning_rate),
         _curve(view, None, "Gradient norm", "before clipping", lambda step: step.grad_norm),
+        *(_curve(view, None, f"Logged: {name}", "logged", partial(_logged, name)) for name in logged),
         draw_recoveries(view) if recoveries(view) else None,
         draw_timeline(view),
     ]
     return [plot for plot in plots if plot is not None]
+
+
+def _logged(name: str, step: StepLine) -> float | None:
+    return step.logged.get(name)
 
 
 def shown_ranks(view: View, most: int = MOST_ROWS) -> list[int]:

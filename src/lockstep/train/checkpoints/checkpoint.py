@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import math
 import os
 import re
@@ -44,6 +45,7 @@ from lockstep.telemetry.record import num_restarts
 from lockstep.train.checkpoints import checkpoint_storage as storage
 from lockstep.train.checkpoints import model_state
 from lockstep.train.checkpoints.object_store import Lease, ObjectPath, Place, place_of
+from lockstep.train.settings import Monitor
 
 # Time limit for writing a checkpoint.
 WRITE_TIMEOUT_S = 1800.0
@@ -71,7 +73,9 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 # Errors of file systems without locks.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 _NAME = re.compile(r"step-(\d{10})")
-_TOP_LEVEL = ("model", "optimizer", "compression", "replicas")
+_TOP_LEVEL = ("model", "optimizer", "compression", "replicas", "ema")
+# Names the best checkpoint of a folder.
+_BEST = "best.json"
 
 T = TypeVar("T")
 
@@ -172,7 +176,7 @@ class FoundCheckpoint:
     Attributes:
         step: Number of steps after which it was saved.
         number: Number of the save in this folder, in the order of the saves; infinite if unknown.
-        loss: Loss of the evaluation after that step, or None.
+        metrics: Of the evaluation after that step, if there was one.
         job: The id of the job that saved it, if it had one.
         problem: Why it cannot be loaded, as far as the manifest shows.
     """
@@ -180,7 +184,7 @@ class FoundCheckpoint:
     path: Place
     step: int
     number: float = math.inf
-    loss: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
     job: str | None = None
     problem: str | None = None
 
@@ -198,7 +202,9 @@ def find_checkpoints(folder: Place) -> list[FoundCheckpoint]:
             try:
                 about = storage.read_manifest(path).about
                 if type(about.get("number")) is int and about.get("step") == each.step:
-                    each = replace(each, number=about["number"], loss=about["loss"], job=about.get("job"))
+                    # Earlier versions had the loss only.
+                    known = about.get("metrics") or ({} if about["loss"] is None else {"loss": about["loss"]})
+                    each = replace(each, number=about["number"], metrics=known, job=about.get("job"))
                 else:
                     each = replace(each, problem="it is not a checkpoint of a run")
             except CheckpointError as error:
@@ -226,22 +232,27 @@ def _reason(error: CheckpointError) -> str:
     return cause.partition(" is damaged: ")[2] or cause
 
 
+def find_best(found: Iterable[FoundCheckpoint], monitor: Monitor) -> FoundCheckpoint | None:
+    """Return the best of the valid ones by a metric, the older one if two are equal; None if none has the metric."""
+    known = [each for each in found if each.problem is None and monitor.name in each.metrics]
+    return min(known, key=lambda each: (monitor.score(each.metrics), each.number), default=None)
+
+
 def to_remove(
-    found: Sequence[FoundCheckpoint], *, keep: int, keep_best: bool, damaged: Collection[Place] = ()
+    found: Sequence[FoundCheckpoint], *, keep: int, best: Monitor | None, damaged: Collection[Place] = ()
 ) -> list[FoundCheckpoint]:
     """Return the checkpoints to remove after the first of them was written or loaded.
 
     Args:
         found: All checkpoints of the run, as `find_checkpoints` returns them.
         keep: Number of newest valid checkpoints to keep.
-        keep_best: Whether to keep the one with the lowest loss, too; the older one if two are equal.
+        best: The metric by which the best one is kept, too.
         damaged: Checkpoints that are known to be damaged.
     """
     whole = [each for each in found if each.problem is None and each.path not in damaged]
-    evaluated = [each for each in whole if each.loss is not None]
     stay = whole[:keep]
-    if keep_best and evaluated:
-        stay.append(min(evaluated, key=lambda each: (each.loss, each.number)))
+    if best is not None and (kept := find_best(whole, best)) is not None:
+        stay.append(kept)
     # A checkpoint that is newer than the newest valid one may become readable later.
     newest = whole[0].step if whole else -1
     return [each for each in found if each not in stay and (each in whole or each.step <= newest)]
@@ -311,7 +322,7 @@ class Checkpoints:
         world: The ranks. Each of them writes its shards and reads what it needs.
         fresh: Whether to start a new run: existing checkpoints are ignored, and removed after the first save.
         keep: Number of newest checkpoints to keep.
-        keep_best: Whether to keep the checkpoint of the best evaluation, too.
+        best: The metric by which the best checkpoint is kept, too.
         blocking: Whether `save` blocks until everything is on disk, without a copy of the state.
 
     Attributes:
@@ -326,7 +337,7 @@ class Checkpoints:
     world: World
     fresh: bool = False
     keep: int = 2
-    keep_best: bool = False
+    best: Monitor | None = None
     blocking: bool = False
     passed_over: list[str] = field(default_factory=list)
 
@@ -410,13 +421,17 @@ class Checkpoints:
             )
         return None
 
+    def load_best(self) -> dict[str, Any]:
+        """Return the state of the best checkpoint. Collective: every rank."""
+        return _read_alike(_find(self.folder, best=True))
+
     def path(self, step: int) -> Place:
         """Return the path of the checkpoint after ``step`` steps."""
         return self.folder / f"step-{step:010d}"
 
     # --- saving ---
 
-    def save(self, state: Mapping[str, Any], *, step: int, loss: float | None = None) -> Place:
+    def save(self, state: Mapping[str, Any], *, step: int, metrics: Mapping[str, float] | None = None) -> Place:
         """Start to write ``state`` as the checkpoint after ``step`` steps; return its path.
 
         Collective: every rank. Blocks until the previous one is on disk and this rank's shards are copied (on CUDA:
@@ -426,7 +441,7 @@ class Checkpoints:
             state: ``model``, ``optimizer`` and any other state. The state of rank zero is written, and every rank's
                 shards of sharded tensors.
             step: Number of steps done.
-            loss: Loss of the evaluation after this step.
+            metrics: Of the evaluation after this step.
         """
         path = self.path(step)
         self._wait_until_written(self._writes)  # there is memory for one copy of the state
@@ -434,8 +449,9 @@ class Checkpoints:
         token = _gather(self._make_folder(path) if self.world.is_rank_zero else None)[0]
         if token is not None and not self.failure:  # otherwise `agree` raises it on all ranks
             self._path = path
-            known = loss if loss is not None and math.isfinite(loss) else None
-            about = {"step": step, "loss": known, "job": os.environ.get("TORCHELASTIC_RUN_ID")}
+            known = {name: value for name, value in (metrics or {}).items() if math.isfinite(value)}
+            about = {"step": step, "metrics": known, "loss": known.get("loss")}
+            about["job"] = os.environ.get("TORCHELASTIC_RUN_ID")
             try:
                 self._start(state, path, token, about)
             except Exception as error:  # for example no memory for the copy
@@ -499,8 +515,11 @@ class Checkpoints:
     def _remove_old(self, found: Sequence[FoundCheckpoint]) -> None:
         """Remove what is not to be kept of the checkpoints ``found``, and what killed saves have left."""
         self._clear()
-        for each in to_remove(found, keep=self.keep, keep_best=self.keep_best, damaged=self._damaged):
+        for each in to_remove(found, keep=self.keep, best=self.best, damaged=self._damaged):
             _remove_checkpoint(each.path)
+        if self.best is not None and (best := find_best(found, self.best)) is not None:
+            about = {"checkpoint": best.path.name, "metric": self.best.name, "value": best.metrics[self.best.name]}
+            storage.put_file(self.folder / _BEST, json.dumps(about).encode())
 
     def _wait_for_parts(self, folder: Place, token: str, ranks: Iterable[int]) -> bool:
         """Wait until all ranks have written their parts; return whether they have."""
@@ -638,22 +657,34 @@ def save(
 
 
 def load(
-    path: str | os.PathLike[str], *, model: nn.Module | None = None, optimizer: Optimizer | None = None
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | None = None,
+    best: bool = False,
 ) -> dict[str, Any]:
     """Read a checkpoint into ``model`` and ``optimizer``; return the rest of what was saved, on the CPU.
 
     All checksums are compared before anything is loaded; the ranks divide the files among them. No code from the files
-    runs. Each rank reads what it needs, whatever the number of ranks that saved. It also reads a checkpoint of `fit`,
-    a folder such as ``runs/mine/step-0000000100``.
+    runs. Each rank reads what it needs, whatever the number of ranks that saved. It also reads the checkpoints of
+    `fit`: with ``optimizer`` to go on, without to use the weights, which are the averaged ones if there is `Task.ema`.
 
     Collective: every rank, if there is a process group. Blocks until all have read.
+
+    Args:
+        path: The folder of a checkpoint, or that of a run of `fit`, for its newest checkpoint.
+        model: Gets the weights.
+        optimizer: Gets its state.
+        best: Whether to read the checkpoint that ``keep_best`` has kept in the folder of a run.
 
     Raises:
         CheckpointError: On every rank: there is no checkpoint, or it is damaged, or it belongs to another model or
             optimizer; or the ranks read different ones, as in folders that are not shared.
     """
-    folder = place_of(path)
+    folder = _find(place_of(path), best=best)
     parts = _read_alike(folder)
+    if optimizer is None:
+        parts.get("model", {}).update(parts.get("ema", {}))
 
     def fill() -> dict[str, Any]:
         try:
@@ -670,6 +701,24 @@ def load(
         return rest
 
     return _on_all_ranks(folder, fill)
+
+
+def _find(folder: Place, *, best: bool) -> Place:
+    """Return the newest or the best checkpoint in the folder of a run; without any, the folder. Collective."""
+
+    def choose() -> str:
+        if best and not (folder / _BEST).exists():
+            raise CheckpointError(
+                f"{folder} has no best checkpoint.\nName the folder of a run that had keep_best (--keep-best)."
+            )
+        if best:
+            return str(json.loads((folder / _BEST).read_bytes())["checkpoint"])
+        with contextlib.suppress(OSError):  # there is nothing
+            return next((each.path.name for each in find_checkpoints(folder) if each.problem is None), "")
+        return ""
+
+    name = _gather(_on_all_ranks(folder, choose))[0]
+    return folder / name if name else folder
 
 
 def _read_alike(folder: Place) -> dict[str, Any]:

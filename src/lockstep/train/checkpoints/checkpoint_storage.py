@@ -284,7 +284,7 @@ def write_shard(folder: Place, token: str, rank: int, tensors: Mapping[str, Tens
             chunks.setdefault(name, []).append([rank, key, offsets, list(chunk.shape)])
     entry = _write_file(folder / f"shard-{rank:05d}-{token}.safetensors", model_state.safetensors_pieces(content))
     # Rank zero waits for the record, which is written after the complete shard file is on disk.
-    _put(part_file(folder, token, rank), json.dumps({"entry": entry, "chunks": chunks}).encode())
+    put_file(part_file(folder, token, rank), json.dumps({"entry": entry, "chunks": chunks}).encode())
 
 
 def part_file(folder: Place, token: str, rank: int) -> Place:
@@ -315,7 +315,7 @@ def _write_file(path: Place, content: Iterable[bytes | memoryview]) -> dict[str,
     return {"file": path.name, "bytes": num_bytes, "blake2b": digest.hexdigest()}
 
 
-def _put(path: Place, content: bytes) -> None:
+def put_file(path: Place, content: bytes) -> None:
     """Create or replace a file in one step. Blocks until it is on disk."""
     if isinstance(path, ObjectPath):
         path.write_bytes(content)
@@ -370,7 +370,7 @@ def commit(folder: Place, token: str, packer: TreePacker, world_size: int, about
     content = json.dumps({"state": packer.parts, "tensors": index}).encode()
     entries[STATE] = _write_file(folder / f"{STATE}-{token}.json", [content])
     body = json.dumps({"format": FORMAT, "files": entries, "about": dict(about)}).encode()
-    _put(folder / MANIFEST, f"{_digest(body)}\n".encode() + body + b"\n")
+    put_file(folder / MANIFEST, f"{_digest(body)}\n".encode() + body + b"\n")
     if isinstance(folder, Path):
         model_state.sync(folder.parent)
     remove_leftover_files(folder)
