@@ -171,6 +171,11 @@ def is_counted_step(method: Any) -> bool:
     return hasattr(method, "_wrapped_by_lr_sched")
 
 
+def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Let schedulers know that ``optimizer`` has made steps. Where torch reads something else, it may warn."""
+    vars(optimizer)["_opt_called"] = True
+
+
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
 

@@ -176,10 +176,12 @@ def test_a_resumed_run_says_what_its_plan_has_changed(tmp_path, capfd):
     def lines(rate=0.1, **settings):
         task = make_task(optimizer=lambda params: torch.optim.SGD(params, lr=rate))
         lockstep.fit(task, strategy="single", checkpoint=tmp_path, view="none", **settings)
-        return [line for line in capfd.readouterr().out.splitlines() if line.startswith("resumed")]
+        return [line for line in capfd.readouterr().out.splitlines() if line.startswith(("resumed", "nothing"))]
 
     assert lines(steps=2) == []
-    assert lines(steps=2) == ["resumed after step 2 of 2"]
+    assert lines(steps=2) == [
+        "nothing left to do: all 2 steps are done; --epochs N or --steps N for more, or --no-resume for a new run"
+    ]
     assert lines(steps=3, schedule="cosine", warmup=1) == [
         "resumed after step 2 of 3; changed: steps from 2 to 3, schedule from constant to cosine, warmup from 0 to 1"
     ]

@@ -132,6 +132,8 @@ def test_over_gloo_two_of_three_may_be_lost_at_once(run_script):
 TASK = (
     FAULTS
     + """
+from dataclasses import replace
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import Dataset, TensorDataset
 import lockstep
 
@@ -173,6 +175,8 @@ task = lockstep.Task(
     optimizer=lambda parameters: Adam(parameters, lr=1e-2),
     global_batch_size=24,
 )
+one_cycle = replace(task, schedule=lambda optimizer, n: OneCycleLR(optimizer, max_lr=0.03, total_steps=n))
+plateau = replace(task, schedule=lambda optimizer: ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.9))
 """
 )
 
@@ -183,10 +187,10 @@ def run_task(tmp_path):
     path = tmp_path / "task.py"
     path.write_text(TASK)
 
-    def run(faults="", *flags, ranks=2, code=0, restarts=5, **variables):
-        name = f"weights-{abs(hash((faults, flags)))}.safetensors"
+    def run(faults="", *flags, ranks=2, code=0, restarts=5, name="task", **variables):
+        spec, name = f"{path}:{name}", f"weights-{abs(hash((faults, flags, name)))}.safetensors"
         environ = {**os.environ, "FAULTS": faults, "ONCE": str(tmp_path / f"once-{name}"), **variables}
-        command = "train", path, "--devices", str(ranks), "--max-restarts", str(restarts), "--steps", "27"
+        command = "train", spec, "--devices", str(ranks), "--max-restarts", str(restarts), "--steps", "27"
         done = run_lockstep(*command, "--export", tmp_path / name, *flags, env=environ)
         assert done.code == code, done.err
         lines = [line for line in done.err.splitlines() if line.startswith("lockstep: rank")]
@@ -331,6 +335,14 @@ def test_the_scaler_the_schedule_and_micro_batches_go_on(run_task):
     found, lines = run_task("backward@0 before9@1", *flags)
     assert found == undisturbed
     assert len(lines) == 4 and not any("restart" in line for line in lines)
+
+
+@pytest.mark.parametrize("name", ["one_cycle", "plateau"])
+def test_a_scheduler_of_torch_goes_on(run_task, name):
+    undisturbed, _ = run_task(name=name)
+    found, lines = run_task("backward@0 before9@1 evaluation@1", name=name)
+    assert found == undisturbed != run_task()[0]
+    assert len(lines) == 6 and not any("restart" in line for line in lines)
 
 
 @pytest.mark.parametrize("method", ["fp16", "int8", "int4", "powersgd:1"])

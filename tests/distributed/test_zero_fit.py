@@ -1,6 +1,5 @@
 """Strategy ddp-zero1 trains as the others do, and goes on from any of their checkpoints."""
 
-import contextlib
 import inspect
 from functools import partial
 
@@ -282,24 +281,6 @@ def test_what_cannot_be_divided_is_refused(ranks):
     for why in REFUSED:
         text = f"SGD {why}; so it cannot be divided among ranks.\nUse strategy ddp."
         assert ranks(2)(run, why) == [text, text]
-
-
-def test_a_scheduler_of_the_task_is_warned_of(ranks):
-    text = r"^Task.optimizer has made a learning-rate scheduler, which has no effect"
-
-    def make(params):
-        optimizer = torch.optim.SGD(params, lr=0.1)
-        torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        return optimizer
-
-    def run(world):
-        with pytest.warns(UserWarning, match=text) if world.rank == 0 else contextlib.nullcontext():
-            return train(world, make_task(optimizer=make), 2)[0]
-
-    with pytest.warns(UserWarning, match=text):
-        weights = train(None, make_task(optimizer=make), 2, "single")[0]
-    for got in ranks(2)(run):
-        assert relative_error(got, weights) < 1e-12
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp-zero1"])

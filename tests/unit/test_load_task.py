@@ -44,15 +44,17 @@ def test_the_attribute_may_be_a_task_or_a_function_and_another_can_be_named(writ
     assert load_task(f"{path}:other").global_batch_size == 16
     assert load_task(f"{path}:third").global_batch_size == 32
     assert message(f"{path}:not_this") == (
-        f"{path}: not_this is a int, not a lockstep.Task.\n"
-        "It must be a Task, or a function without arguments that returns one."
+        f"{path}: not_this is a int, not a lockstep.Task.\nIt must be a Task, or a function that returns one."
     )
     assert message(f"{path}:fourth") == f"{path} has no 'fourth'.\nName what it has: {path}:task"
 
 
 def test_a_file_without_a_task(write):
     path = write("")
-    assert message(path) == f"{path} has no 'task'.\nDefine one: task = lockstep.Task(...)"
+    assert (
+        message(path)
+        == f"{path} has no 'task'.\nDefine one: task = lockstep.Task(...). A script is run by: lockstep run {path}"
+    )
 
 
 def test_the_file_finds_its_neighbours_and_hides_no_module_of_its_own_name(write):
@@ -78,7 +80,7 @@ def test_no_such_file(tmp_path):
             "TypeError: make() got an unexpected keyword argument 'sise'\n    task = make(",
         ),
         (
-            "import nothing_of_the_kind",
+            "import nothing_of_the_kind\ntask = make()",
             10,
             "ModuleNotFoundError: No module named 'nothing_of_the_kind'\n    import nothing",
         ),

@@ -46,7 +46,7 @@ def test_each_field_declares_its_kind():
         "on_nan": ("choice", False),
         "check_replicas": ("int", False),
         "strategy": ("choice", False),
-        "devices": ("int", True),
+        "devices": ("devices", True),
         "checkpoint": ("path", True),
         "checkpoint_every": ("int", True),
         "checkpoint_blocking": ("bool", False),

@@ -1,11 +1,21 @@
 """What a task may be, and what is said of one that cannot work."""
 
+import re
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+import datasets
 import pytest
 import torch
+from datasets.distributed import split_dataset_by_node
 from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
+import lockstep
+from lockstep.cli.train import devices_of_flag
 from lockstep.errors import ConfigurationError
+from lockstep.train.plan import num_devices
+from lockstep.train.settings import FitSettings
 from lockstep.train.task import build_dataset, build_model, build_optimizer, check_registered
 from tests.training import make_task
 
@@ -101,3 +111,47 @@ def test_a_stream_may_be_trained_on_and_evaluated():
     task = make_task(dataset=Stream, eval_dataset=Stream)
     assert isinstance(build_dataset(task), Stream)
     assert isinstance(build_dataset(task, evaluation=True), Stream)
+
+
+def test_every_field_is_in_the_table_of_the_documentation():
+    page = (Path(__file__).parents[2] / "docs" / "task.md").read_text()
+    rows = [line.split("|") for line in page.split("All fields:")[1].splitlines() if line.startswith("| `")]
+    assert [row[1].strip(" `") for row in rows] == [each.name for each in fields(lockstep.Task)]
+    required = [each.name for each in fields(lockstep.Task) if each.default is each.default_factory is MISSING]
+    assert [row[1].strip(" `") for row in rows if row[3].strip() == "required"] == required
+
+
+def test_a_stream_that_is_split_by_node_is_warned_of():
+    stream = datasets.IterableDataset.from_generator(lambda: iter([{"a": 1}]))
+    assert build_dataset(make_task(dataset=lambda: stream)) is stream
+    task = make_task(dataset=lambda: split_dataset_by_node(stream, 0, 2))
+    text = (
+        "Task.dataset returned a stream that split_dataset_by_node has divided: each rank reads another part, of which "
+        "it takes its own.\nOmit split_dataset_by_node: Lockstep divides each global batch among the ranks."
+    )
+    with pytest.warns(UserWarning, match=f"^{re.escape(text)}$"):
+        build_dataset(task)
+
+
+def test_a_sampler_is_told_where_the_order_is():
+    assert message(make_task, sampler=3) == (
+        "unknown field of Task 'sampler'.\n"
+        "The data set has the order: return torch.utils.data.Subset(dataset, indices) from Task.dataset, with indices "
+        "grouped by length, or drawn with weights; fit shuffles them over the ranks."
+    )
+
+
+def test_devices_may_be_auto(gpus):
+    gpus(0)
+    assert num_devices("auto") == num_devices(None) == 1
+    gpus(3)
+    assert num_devices("auto") == num_devices(None) == 3
+    assert FitSettings(devices="auto").devices == "auto"
+    assert message(FitSettings, devices=0) == "devices=0 is not allowed.\nGive a whole number of at least 1, or auto."
+    assert devices_of_flag("auto") is None
+    assert devices_of_flag("2") == 2
+
+
+def test_fit_trains_on_what_there_is():
+    result = lockstep.fit(make_task(), devices="auto", steps=2, quiet=True)
+    assert result.num_steps == 2

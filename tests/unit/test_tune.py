@@ -244,6 +244,8 @@ def test_what_cannot_be_tuned_is_refused_before_anything_starts(monkeypatch, how
 
 def test_a_file_of_somebody_elses_is_left_alone(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "some").mkdir()
+    (tmp_path / "some" / "slow.py").write_text("task = None\n")
     (tmp_path / "slow-tuned.toml").write_text("workers = 3\n")
     assert main(["tune", "some/slow.py", "--devices", "2"]) == 2
     assert capfd.readouterr().err == (
@@ -254,6 +256,7 @@ def test_a_file_of_somebody_elses_is_left_alone(tmp_path, monkeypatch, capfd):
 
 def test_the_command_hands_over_what_it_was_given_and_writes_the_file(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("task = None\n")
     calls = []
 
     def tune(task, **how):

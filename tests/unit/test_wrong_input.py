@@ -25,7 +25,7 @@ FILES = {
     "mine.py": TASK,
     "empty.py": "",
     "broken.py": "task = (\n",
-    "failing.py": "import no_such_module\n",
+    "failing.py": "import no_such_module\ntask = None\n",
     "unknown.toml": "wokers = 2\n",
     "wrong.toml": 'workers = "two"\n',
     "no.toml": "workers 2\n",

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from lockstep.cli import INTERRUPTED, command
-from lockstep.cli.train import settings_options
+from lockstep.cli.train import devices_of_flag, settings_options, takes_task
 from lockstep.env import RankEnv
 from lockstep.errors import EXIT_CODE, ConfigurationError
 from lockstep.launcher import fork_server
@@ -22,8 +22,9 @@ from lockstep.study.rehearse.fault_rules import check_ranks, describe_kinds, par
 from lockstep.telemetry.cost import Price
 from lockstep.train.settings import Settings, check_engine, read_settings
 
-_TASK = click.argument("task_file", metavar="TASK.py")
-_DEVICES = click.option("--devices", type=int, metavar="N", help="Devices; default: all GPUs, or 2 CPU processes.")
+_DEVICES = click.option(
+    "--devices", type=devices_of_flag, metavar="N", help="Devices; default: all GPUs, or 2 CPU processes."
+)
 _STRATEGIES = click.option("--strategies", metavar="LIST", help="Comma-separated strategies to try, such as ddp,fsdp.")
 _JSON = click.option("--json", "json_file", metavar="FILE", help="Write the results as JSON.")
 _HTML = click.option("--html", "html_file", metavar="FILE", help="Write a page with a plot, which needs no network.")
@@ -84,7 +85,7 @@ _COMPARED = ("seed", "global_batch_size", "precision", "workers")
 
 
 @command()
-@_TASK
+@takes_task
 @_DEVICES
 @_STRATEGIES
 @click.option("--rounds", "num_rounds", type=int, default=10, show_default=True, metavar="N", help="Number of rounds.")
@@ -125,7 +126,7 @@ def compare(task_file: str, json_file: str | None, html_file: str | None, **how:
 
 
 @command()
-@_TASK
+@takes_task
 @_DEVICES
 @click.option("--minutes", type=float, default=5.0, show_default=True, metavar="M", help="Maximum duration.")
 @click.option("--out", metavar="FILE", help="File for the settings; default: TASK-tuned.toml.")
@@ -228,7 +229,7 @@ def predict(
 
 
 @command()
-@_TASK
+@takes_task
 @_DEVICES
 @click.option("--steps", type=int, default=4, show_default=True, metavar="N", help="Steps to train.")
 @settings_options(Settings, "reproducible", "seed", "global_batch_size")

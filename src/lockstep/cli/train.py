@@ -2,8 +2,9 @@
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import wraps
 from typing import Any, TypeVar
 
 import click
@@ -16,8 +17,32 @@ from lockstep.launcher.bootstrap import RANK_SETUP
 from lockstep.launcher.output import LogSettings
 from lockstep.record_files import hide_secrets
 from lockstep.train.settings import FitSettings, LaunchSettings, Setting, merge_settings, read_settings, settings_of
+from lockstep.train.task_file import TaskSpec, find_task
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+def takes_task(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the argument TASK.py and ``--set NAME=VALUE ...``; it gets both as ``task_file``, a `TaskSpec`.
+
+    Raises:
+        ConfigurationError: The file does not exist, or has no such task.
+    """
+
+    @wraps(function)
+    def called(*, task_file: str, texts: Sequence[str], more: Sequence[str], **options: Any) -> Any:
+        pairs = [text.partition("=") for text in (*texts, *more)]
+        if wrong := [*more] * (not texts) or [name for name, sign, _ in pairs if not (name and sign)]:
+            raise click.UsageError(f"Got unexpected extra argument ({wrong[0]}). Give --set NAME=VALUE.")
+        find_task(task_file)
+        spec = TaskSpec(task_file)
+        spec.parameters = {name: text for name, _, text in pairs}
+        return function(task_file=spec, **options)
+
+    how = "Value of a parameter of the task's function; several may follow."
+    option = click.option("--set", "texts", multiple=True, metavar="NAME=VALUE", help=how)
+    task, more = click.argument("task_file", metavar="TASK.py"), click.argument("more", metavar="", nargs=-1)
+    return task(more(option(called)))
 
 
 def settings_options(cls: type, *names: str) -> Callable[[F], F]:
@@ -64,6 +89,11 @@ def _numbers(text: str | tuple[float, ...]) -> tuple[float, ...]:
         raise click.BadParameter(f"{text!r} is not a list of numbers such as 2,1,1.") from None
 
 
+def devices_of_flag(text: str) -> Any:
+    """Read a number of devices; None: the word auto, which is the default."""
+    return None if text == "auto" else click.INT(text)
+
+
 def _option(setting: Setting) -> Callable[[F], F]:
     flag = "--" + setting.name.replace("_", "-")
     how: dict[str, Any] = {"default": setting.default, "help": setting.help}
@@ -72,6 +102,7 @@ def _option(setting: Setting) -> Callable[[F], F]:
         return click.option(switch, setting.name, is_flag=True, **how)
     kinds: dict[str, Any] = {
         "int": click.INT,
+        "devices": devices_of_flag,
         "float": click.FLOAT,
         "path": click.Path(),
         "choice": click.Choice(setting.choices),
@@ -88,7 +119,7 @@ def _option(setting: Setting) -> Callable[[F], F]:
 # The sections of ``--help-all``; ``--help`` shows the first.
 _SECTIONS = {
     "Common options": "devices strategy epochs steps global_batch_size precision workers seed reproducible checkpoint "
-    "resume export run_dir settings_file",
+    "resume export run_dir settings_file texts",
     "Batch and learning rate": "accumulate shares clip schedule warmup lr_scaling base_batch_size",
     "Data and checks": "prefetch bad_samples on_nan check_replicas threads",
     "Exchange of gradients": "compression bucket_cap_mb overlap_optimizer",
@@ -123,7 +154,7 @@ def _help_all(ctx: click.Context, _: click.Parameter, is_given: bool) -> None:
 
 
 @command(cls=_TrainCommand)
-@click.argument("task_file", metavar="TASK.py")
+@takes_task
 @settings_options(FitSettings)
 @click.option(
     "--settings",

@@ -34,7 +34,7 @@ from lockstep.telemetry.record import EventName, kind_of
 from lockstep.train.callbacks import Callbacks, EarlyStopping, RunView
 from lockstep.train.checkpoints.model_state import check_export, load_state_dict, plain_names
 from lockstep.train.evaluate import Evaluation, Evaluator, Inference
-from lockstep.train.plan import PER_PROCESS, Plan, check_batch, check_task, devices_of, plural
+from lockstep.train.plan import PER_PROCESS, Plan, check_batch, check_task, devices_of, num_devices, plural
 from lockstep.train.profiling import AroundStep, profiled
 from lockstep.train.recording import RunRecord
 from lockstep.train.recovery import Recovery
@@ -227,9 +227,10 @@ def describe_plan(task: Task, settings: FitSettings, plan: Plan, device: torch.d
         scaling = f"{rule} from base batch {plan.base_batch_size} to {order.batch_size}"
     decay = "the task's own schedule" if callable(rate.decay) else rate.decay
     warmup = f"warm-up over {plural(rate.warmup, 'step')}, then" if rate.warmup else "no warm-up,"
+    values = [f"{name}={value}" for name, value in task.parameters.items()]
+    name = f"{task.name} ({', '.join(values)})" if values else task.name
     return [
-        f"{task.name}: strategy {settings.strategy} on {plural(num_devices, kind)}, {settings.precision}, {size}, "
-        f"{length}",
+        f"{name}: strategy {settings.strategy} on {plural(num_devices, kind)}, {settings.precision}, {size}, {length}",
         batch,
         f"learning rate x {rate.scale:.4g}: {scaling}; {warmup} {decay}",
     ]
@@ -346,6 +347,11 @@ class Run:
         if self._first_step:
             changes = f"; changed: {', '.join(trainer.changes)}" if trainer.changes else ""
             lines.append(f"resumed after step {self._first_step} of {self.num_steps}{changes}")
+            if self._first_step == self.num_steps:
+                lines[-1] = (
+                    f"nothing left to do: all {self.num_steps} steps are done; --epochs N or --steps N for more, or "
+                    "--no-resume for a new run"
+                )
         num_devices = len(trainer.devices) if trainer.group is None else self._world.world_size
         plan = describe_plan(self._task, self._settings, trainer.plan, trainer.device, num_devices)
         if trainer.strategy.note is not None:
@@ -583,6 +589,7 @@ class Run:
         with self.trainer.averaged():
             found = Evaluation(self.num_steps_done, self._evaluator.run())
         self._evaluations.append(found)
+        self.trainer.note_evaluation(found.metrics["loss"])
         score = self._monitor.score(found.metrics)
         if self._best is None or score < self._monitor.score(self._best.metrics):
             self._best, self.has_new_best = found, bool(self._settings.keep_best)
@@ -879,9 +886,12 @@ def fit(task: Task, keywords: _Keywords) -> FitResult:
         RankFailed: A rank that it started raised another error; the message contains its traceback.
     """
     is_rank = RankEnv.from_environ(os.environ).launcher is not Launcher.NONE or is_initialized()
+    if not isinstance(task, Task):
+        advice = "Call it: fit(task(...))." if callable(task) else "Pass the task."  # type: ignore[unreachable]
+        raise ConfigurationError(f"fit got a {type(task).__name__}, not a lockstep.Task.\n{advice}")
     check_callbacks(keywords.callbacks)
     task, settings = replace(task, callbacks=[*task.callbacks, *keywords.callbacks]), keywords.settings
-    num_ranks = settings.devices or 1
+    num_ranks = 1 if settings.devices is None else num_devices(settings.devices)
     if is_rank or num_ranks == 1 or settings.strategy not in PER_PROCESS:
         return fit_with(task, settings)
     # Imported here, because the import is slow.

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
+from typing import Literal
 
 import torch
 
@@ -14,7 +15,7 @@ from lockstep.data.stream import StreamOrder
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.reduction_tree import LeafPlacement
 from lockstep.train.settings import FitSettings, Settings, refuse_ignored
-from lockstep.train.step import LearningRate, batch_scale
+from lockstep.train.step import LearningRate, batch_scale, makes_scheduler
 from lockstep.train.task import Task
 
 
@@ -63,7 +64,7 @@ def devices_of(settings: FitSettings, world: World) -> list[torch.device]:
     Raises:
         ConfigurationError: ``devices`` does not match the number of processes, or exceeds the GPUs of this machine.
     """
-    strategy, wanted = settings.strategy, settings.devices
+    strategy, wanted = settings.strategy, None if settings.devices == "auto" else settings.devices
     is_alone = world.world_size == 1
     problem = None
     if strategy in PER_PROCESS and wanted not in (None, world.world_size):
@@ -89,13 +90,14 @@ def devices_of(settings: FitSettings, world: World) -> list[torch.device]:
     return [torch.device(world.device.type, index) for index in range(num_devices(wanted))]
 
 
-def num_devices(wanted: int | None) -> int:
+def num_devices(wanted: int | Literal["auto"] | None) -> int:
     """Return the number of devices: ``wanted``, otherwise all GPUs of this machine, otherwise one CPU.
 
     Raises:
         ConfigurationError: The machine has fewer GPUs.
     """
-    check_count(wanted or 0)
+    wanted = 0 if wanted in (None, "auto") else int(wanted)
+    check_count(wanted)
     return wanted or torch.accelerator.device_count() or 1
 
 
@@ -150,6 +152,11 @@ def check_task(task: Task, settings: FitSettings) -> None:
         ConfigurationError: There is one.
     """
     refuse_ignored({**vars(settings), "eval_dataset": task.eval_dataset})
+    if settings.warmup and settings.schedule is None and makes_scheduler(task.schedule):
+        raise ConfigurationError(
+            "warmup cannot be combined with a scheduler of torch.\n"
+            "Omit warmup; in Task.schedule, let a LinearLR come first, in a SequentialLR."
+        )
     if task.ema is not None and settings.strategy in ("local-sgd", "diloco"):
         raise ConfigurationError(
             f"Task.ema cannot be used with strategy {settings.strategy}, whose ranks hold different weights.\n"

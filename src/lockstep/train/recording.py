@@ -258,6 +258,7 @@ def _facts(task: Task, settings: FitSettings, world: World, trainer: Trainer) ->
     return {
         "task": task.name,
         "counts": task.counts,
+        "parameters": dict(task.parameters),
         "settings": {name: str(value) if isinstance(value, Path) else value for name, value in given},
         "global_batch_size": trainer.plan.order.batch_size,
         "steps_per_epoch": trainer.plan.order.steps_per_epoch,

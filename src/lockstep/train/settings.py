@@ -41,6 +41,11 @@ def _are_words(value: object) -> bool:
 # By kind: the types in the annotation of a field, the check of a value, and its description.
 _KINDS: dict[str, tuple[set[Any], Callable[[Any], bool], str]] = {
     "int": ({int}, lambda value: _is_number(value, (int,)), "a whole number"),
+    "devices": (
+        {int, Literal["auto"]},
+        lambda value: value == "auto" or (_is_number(value, (int,)) and value > 0),
+        "a whole number of at least 1, or auto",
+    ),
     "float": ({float}, _is_number, "a number"),
     "bool": ({bool}, lambda value: isinstance(value, bool), "True or False"),
     "path": ({str, Path}, lambda value: isinstance(value, (str, Path)), "a path"),
@@ -176,6 +181,11 @@ _FOREIGN = {
     "val_dataset": "eval_dataset", "test_dataset": "eval_dataset", "compute_metrics": "metrics",
 }  # fmt: skip
 
+_SAMPLER = (
+    "The data set has the order: return torch.utils.data.Subset(dataset, indices) from Task.dataset, with indices "
+    "grouped by length, or drawn with weights; fit shuffles them over the ranks."
+)
+
 # By the owner of a name, what to say to someone who gives it elsewhere.
 _FIELDS_OF_TASK = {"model", "dataset", "loss", "optimizer", "eval_dataset", "metrics", "collate", "ema"}
 
@@ -187,6 +197,8 @@ def suggest(name: str, known: Mapping[str, str]) -> str:
     """
     plain = name.strip("-").replace("-", "_").lower()
     meant = _FOREIGN.get(plain, plain)
+    if "sampler" in plain:
+        return _SAMPLER
     if meant in known:
         return f"Did you mean {known[meant]}?"
     if meant in _FIELDS_OF_TASK:
@@ -390,7 +402,7 @@ class FitSettings(Settings):
     """`Settings`, the devices of the run, and what is recorded and saved."""
 
     strategy: StrategyName = setting("ddp", f"How work is divided: {', '.join(get_args(StrategyName))}.", "NAME")
-    devices: int | None = setting(None, "Devices to train on; all GPUs, or 1 CPU if there are none.", "N", 1)
+    devices: int | Literal["auto"] | None = setting(None, "Devices; auto: all GPUs, or 1 CPU if there are none.", "N")
     checkpoint: FilePath | None = setting(None, "Folder for checkpoints, or URL such as s3://bucket/run.", _DIR_OR_URL)
     checkpoint_every: int | None = setting(None, "Steps between checkpoints; each epoch if not given.", "STEPS", 1)
     checkpoint_blocking: bool = setting(False, "Wait until a checkpoint is on disk; needs no copy in host memory.")

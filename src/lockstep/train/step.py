@@ -1,8 +1,9 @@
 """The parts of a training step: loss, learning rate, gradient, sums over the ranks, random numbers, out of memory."""
 
+import copy
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.futures import Future
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lockstep import activity
 from lockstep.accelerator import upload
@@ -24,9 +26,9 @@ from lockstep.parallel.zero.optimizer import norm_of_shards
 from lockstep.telemetry.heartbeat import device_memory
 from lockstep.telemetry.rank_state import format_bytes
 from lockstep.telemetry.resources import says_out_of_memory
-from lockstep.torch_internals import TorchDispatchMode, local_scalar_dense
+from lockstep.torch_internals import TorchDispatchMode, local_scalar_dense, mark_stepped
 from lockstep.train.settings import Precision, Scaling, Schedule
-from lockstep.train.task import Loss, Task
+from lockstep.train.task import Loss, Task, required_by
 
 # --- mixed precision --------------------------------------------------------------------------------------------------
 
@@ -157,19 +159,19 @@ class LearningRate:
         scale: Factor from the global batch size; see `batch_scale`.
         warmup: Steps over which the factor rises linearly, from ``1 / warmup`` of its value.
         num_steps: Steps of the run, over which the factor decays.
-        decay: The kind of decay, or a function from ``(step, num_steps)`` to the factor.
+        decay: The kind of decay, or a function from ``(step, num_steps)`` to the factor, or one that `makes_scheduler`.
     """
 
     scale: float
     warmup: int
     num_steps: int
-    decay: Schedule | Callable[[int, int], float]
+    decay: Schedule | Callable[..., Any]
 
     def factor(self, step: int) -> float:
         """Return the factor at optimizer step ``step``, counted from 0."""
         warm = min(1.0, (step + 1) / self.warmup) if self.warmup else 1.0
         if callable(self.decay):
-            return self.scale * warm * self.decay(step, self.num_steps)
+            return self.scale * warm * float(self.decay(step, self.num_steps))
         if self.decay == "constant" or step < self.warmup:
             return self.scale * warm
         done = min(1.0, (step - self.warmup) / max(1, self.num_steps - self.warmup))
@@ -199,6 +201,82 @@ def set_rates(optimizer: Optimizer, base: list[float], factor: float) -> None:
             group["lr"].fill_(rate * factor)
         else:
             group["lr"] = rate * factor
+
+
+# The options of a param group that schedulers change; others belong to the optimizer.
+_SCHEDULED = ("lr", "momentum", "betas")
+
+
+def makes_scheduler(schedule: object) -> bool:
+    """Return whether ``schedule`` is a function from the optimizer to a scheduler of torch."""
+    return callable(schedule) and required_by(schedule)[:1] == ["optimizer"]
+
+
+@final
+class TorchScheduler:
+    """A scheduler of torch that the task makes, stepped once for each update or evaluation.
+
+    [Note: a scheduler is made again]
+    Its state is not in a checkpoint. A run that resumes makes the scheduler again, and steps it as often as before: the
+    bits are the same, and other arguments, such as more steps, have their effect. A state that is loaded would keep the
+    old ones, and `OneCycleLR` would raise an error after its old number of steps.
+
+    Args:
+        rate: Of the run; its `decay` makes the scheduler.
+        optimizer: Its rates are multiplied by ``rate.scale`` before.
+        evaluates: Whether there are losses for a `ReduceLROnPlateau`.
+
+    Attributes:
+        num_done: Number of steps that it has made.
+        losses: Of evaluations, by the number of steps before.
+
+    Raises:
+        ConfigurationError: The task makes no scheduler, or one that needs an evaluation.
+    """
+
+    def __init__(self, rate: LearningRate, optimizer: Optimizer, *, evaluates: bool) -> None:
+        self._rate, self._optimizer, self._evaluates = rate, optimizer, evaluates
+        self._begin = [{key: each[key] for key in _SCHEDULED if key in each} for each in optimizer.param_groups]
+        self.restart(0, {})
+
+    def restart(self, num_done: int, losses: Mapping[int, float]) -> None:
+        """Make the scheduler again, for the options that the optimizer began with, and step it as often."""
+        groups, make = self._optimizer.param_groups, self._rate.decay
+        for group, begin in zip(groups, self._begin, strict=True):
+            group.update(copy.deepcopy(begin))  # a rate may be a tensor
+        set_rates(self._optimizer, [float(group["lr"]) for group in groups], self._rate.scale)
+        for group in groups:
+            if "initial_lr" in group:  # of a scheduler before, which this one would take; its place shows in a checksum
+                group["initial_lr"] = copy.deepcopy(group["lr"])
+        assert callable(make)
+        made: object = make(*(self._optimizer, self._rate.num_steps)[: len(required_by(make))])
+        if not isinstance(made, LRScheduler):
+            raise ConfigurationError(
+                f"Task.schedule, which takes the optimizer, returned a {type(made).__name__}, not a scheduler.\n"
+                "Return a torch.optim.lr_scheduler.LRScheduler or ReduceLROnPlateau."
+            )
+        if isinstance(made, ReduceLROnPlateau) and not self._evaluates:
+            raise ConfigurationError(
+                "Task.schedule returned a ReduceLROnPlateau, which needs the loss of evaluations.\n"
+                "Add eval_dataset=... to the task, or use another scheduler."
+            )
+        mark_stepped(self._optimizer)  # in the run that is resumed
+        self._made, self.num_done, self.losses = made, 0, dict[int, float]()
+        self.advance(num_done)
+        for step, loss in losses.items():
+            self.add_loss(step, loss)
+
+    def advance(self, num_updates: int) -> None:
+        """Set the options of the optimizer for the update after ``num_updates``."""
+        while self.num_done < num_updates and not isinstance(self._made, ReduceLROnPlateau):
+            self._made.step()
+            self.num_done += 1
+
+    def add_loss(self, step: int, loss: float) -> None:
+        """Step a `ReduceLROnPlateau` by the loss of the evaluation after ``step`` steps, unless it was."""
+        if isinstance(self._made, ReduceLROnPlateau) and step not in self.losses:
+            self.losses[step] = loss
+            self._made.step(loss)
 
 
 # --- the gradient -----------------------------------------------------------------------------------------------------

@@ -2,12 +2,13 @@
 
 import difflib
 import importlib.util
+import inspect
 import sys
 import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, IterableDataset
 
 from lockstep import activity
@@ -25,7 +27,9 @@ from lockstep.comm.world import World
 from lockstep.errors import ConfigurationError
 from lockstep.telemetry.heartbeat import num_calls
 from lockstep.torch_internals import is_counted_step, reparametrize_module
+from lockstep.train.checkpoints.model_state import plain_name, unwrap
 from lockstep.train.settings import refusing_unknown
+from lockstep.train.task_file import TaskSpec, find_task, read_parameters, without_task
 
 # The methods of a callback.
 _POINTS = ("on_start", "on_step_end", "on_evaluation", "on_checkpoint", "on_end")
@@ -90,7 +94,8 @@ class Task:
             stream in every process. On each machine `fit` calls it on one rank first, as it may download something.
         loss: Maps ``(model, batch)`` to a 0-dimensional tensor that is the mean over the batch's samples, or a `Loss`.
             ``model`` has no wrappers, so its attributes and methods can be used.
-        optimizer: Maps the model's trainable parameters to the optimizer.
+        optimizer: Maps the model's trainable parameters to the optimizer. If its parameter is called ``model``, it gets
+            the model; if ``named_parameters``, ``named_params`` or ``named``, pairs of name and parameter.
         global_batch_size: Samples in one optimizer step over all devices.
         eval_dataset: Returns the samples for evaluation, as ``dataset``; a stream must end. Evaluation reports the loss
             on them. The first batch is evaluated before the training, to find errors early.
@@ -100,7 +105,9 @@ class Task:
         collate: Maps a list of samples to a batch; torch's ``default_collate`` if None.
         drop_last: Whether to skip the last global batch of an epoch if it is not full, for example for models with
             batch norm, which cannot train on a single sample. Otherwise its gradient is the mean over its samples.
-        schedule: Maps ``(step, num_steps)`` to the factor on the learning rate at optimizer step ``step``, from 0.
+        schedule: Maps ``(step, num_steps)`` to the factor on the learning rate at optimizer step ``step``, from 0. Or,
+            if its first parameter is called ``optimizer``, maps ``(optimizer, num_steps)`` to a scheduler of torch;
+            a `ReduceLROnPlateau` gets the loss of each evaluation.
         after: Called with the trained model, without wrappers, on rank zero at the end.
         shard: Maps the model to its modules that strategy fsdp shards as units, innermost first; if None, these are the
             children of its outermost lists and sequences.
@@ -113,6 +120,7 @@ class Task:
         epochs: Default number of passes over the data set.
         name: The name of the task in reports; by default commands use the name of its file.
         counts: The name of the items that a `Loss` counts, in reports.
+        parameters: Values that the task was made with, by name, for the record of the run; `load_task` sets them.
 
     Raises:
         ConfigurationError: A number is not positive, or a value that must be a function is not callable.
@@ -121,13 +129,13 @@ class Task:
     model: Callable[[], nn.Module]
     dataset: Callable[[], Dataset[Any]]
     loss: Callable[[nn.Module, Any], Tensor | Loss]
-    optimizer: Callable[[list[nn.Parameter]], Optimizer]
+    optimizer: Callable[[Any], Optimizer]
     global_batch_size: int
     eval_dataset: Callable[[], Dataset[Any]] | None = None
     metrics: Callable[[nn.Module, Any], Mapping[str, Tensor | Loss]] | None = None
     collate: Callable[[list[Any]], Any] | None = None
     drop_last: bool = False
-    schedule: Callable[[int, int], float] | None = None
+    schedule: Callable[[int, int], float] | Callable[..., LRScheduler] | None = None
     after: Callable[[nn.Module], object] | None = None
     shard: Callable[[nn.Module], Iterable[nn.Module]] | None = None
     prepare: Callable[[], object] | None = None
@@ -136,12 +144,13 @@ class Task:
     epochs: int = 1
     name: str = "task"
     counts: str = "tokens"
+    parameters: Mapping[str, bool | int | float | str | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for field in ("global_batch_size", "epochs"):
-            number: object = getattr(self, field)
+        for name in ("global_batch_size", "epochs"):
+            number: object = getattr(self, name)
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                raise ConfigurationError(f"Task.{field} is {number!r}.\nGive a whole number of at least 1.")
+                raise ConfigurationError(f"Task.{name} is {number!r}.\nGive a whole number of at least 1.")
         if self.ema is not None and not (isinstance(self.ema, float) and 0 < self.ema < 1):
             raise ConfigurationError(f"Task.ema is {self.ema!r}.\nGive a decay between 0 and 1, such as 0.999.")
         check_callbacks(self.callbacks)
@@ -151,13 +160,13 @@ class Task:
             "loss": "loss=my_loss, with def my_loss(model, batch)",
             "optimizer": "optimizer=lambda params: AdamW(params, lr=3e-4)",
         }
-        for field in (*examples, "eval_dataset", "metrics", "collate", "schedule", "after", "shard", "prepare"):
-            value: object = getattr(self, field)
+        for name in (*examples, "eval_dataset", "metrics", "collate", "schedule", "after", "shard", "prepare"):
+            value: object = getattr(self, name)
             # A module is callable, but does not create a model.
-            is_made = field == "model" and isinstance(value, nn.Module)
-            if is_made or not (callable(value) or (value is None and field not in examples)):
-                example = f", such as {examples[field]}" if field in examples else ""
-                raise ConfigurationError(f"Task.{field} is a {type(value).__name__}.\nGive a function{example}.")
+            is_made = name == "model" and isinstance(value, nn.Module)
+            if is_made or not (callable(value) or (value is None and name not in examples)):
+                example = f", such as {examples[name]}" if name in examples else ""
+                raise ConfigurationError(f"Task.{name} is a {type(value).__name__}.\nGive a function{example}.")
 
 
 _POLL_S = 0.1  # how often the making of a data set is watched
@@ -262,13 +271,49 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
     yield module
 
 
+def required_by(function: Callable[..., Any]) -> list[str]:
+    """Return the names of the parameters that have no default; none if ``function`` does not tell."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [each.name for each in parameters if each.default is each.empty and each.kind not in variable]
+
+
+def call_optimizer(make: Callable[[Any], object], model: nn.Module) -> object:
+    """Call `Task.optimizer` with what it wants of ``model``: parameters, names with parameters, or all of it."""
+    wanted = (required_by(make) or [""])[0]
+    if wanted == "model":
+        return make(unwrap(model))
+    named = [(plain_name(name), each) for name, each in model.named_parameters() if each.requires_grad]
+    return make(named if wanted in ("named_parameters", "named_params", "named") else [each for _, each in named])
+
+
+_SEVERAL = (
+    "Task.optimizer returned several objects, but a task has one loss and one optimizer.\n"
+    "For several optimizers, as of a GAN, write a script with lockstep.init and lockstep.DistributedDataParallel, such "
+    "as examples/recovery_gan.py."
+)
+_SCHEDULER = (
+    "Task.optimizer has made a learning-rate scheduler, which would have no effect: it is never stepped.\n"
+    "Return it from Task.schedule: schedule=lambda optimizer, num_steps: OneCycleLR(optimizer, total_steps=num_steps, "
+    "...)."
+)
+
+
 def build_optimizer(task: Task, model: nn.Module) -> Optimizer:
     """Return the optimizer of ``task`` for the trainable parameters of ``model``.
 
     Raises:
-        ConfigurationError: ``Task.optimizer`` does not return an optimizer.
+        ConfigurationError: ``Task.optimizer`` does not return an optimizer, but several, or with a scheduler.
     """
-    optimizer: object = task.optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
+    optimizer = call_optimizer(task.optimizer, model)
+    if isinstance(optimizer, Mapping | list | tuple):
+        items = optimizer.values() if isinstance(optimizer, Mapping) else optimizer
+        raise ConfigurationError(_SCHEDULER if any(isinstance(each, LRScheduler) for each in items) else _SEVERAL)
+    if isinstance(optimizer, Optimizer) and is_counted_step(optimizer.step):
+        raise ConfigurationError(_SCHEDULER)
     if not isinstance(optimizer, Optimizer):
         raise ConfigurationError(
             f"Task.optimizer returned a {type(optimizer).__name__}, not a torch.optim.Optimizer.\n"
@@ -302,18 +347,18 @@ _ALL_EVAL = (
     "All modules of the model are in evaluation mode, as from_pretrained() leaves them: dropout is off, and batch norm "
     "keeps its statistics.\nfit keeps the modes of Task.model: call model.train() there, unless this is intended."
 )
-_SCHEDULER = (
-    "Task.optimizer has made a learning-rate scheduler, which has no effect: fit sets the rates in each step, from "
-    "those that the optimizer begins with.\nGive the schedule as Task.schedule."
-)
 
 
-def warn_early(model: nn.Module, optimizer: Optimizer) -> None:
-    """Warn if no module of ``model`` is in training mode, or if ``optimizer`` has a scheduler."""
+def warn_early(model: nn.Module) -> None:
+    """Warn if no module of ``model`` is in training mode."""
     if not any(module.training for module in model.modules()):
         warnings.warn(_ALL_EVAL, stacklevel=2)
-    if is_counted_step(optimizer.step):
-        warnings.warn(_SCHEDULER, stacklevel=2)
+
+
+_SPLIT = (
+    "Task.{} returned a stream that split_dataset_by_node has divided: each rank reads another part, of which it "
+    "takes its own.\nOmit split_dataset_by_node: Lockstep divides each global batch among the ranks."
+)
 
 
 def build_dataset(task: Task, *, evaluation: bool = False) -> Any:
@@ -325,6 +370,9 @@ def build_dataset(task: Task, *, evaluation: bool = False) -> Any:
     field = "eval_dataset" if evaluation else "dataset"
     dataset: Any = getattr(task, field)()
     if isinstance(dataset, IterableDataset):
+        # Of Hugging Face's ``datasets``, in which no method tells.
+        if vars(dataset).get("_distributed") is not None:
+            warnings.warn(_SPLIT.format(field), stacklevel=2)
         return dataset
     if not (isinstance(dataset, Sized) and hasattr(dataset, "__getitem__")):
         advice = "Return a data set with len() and [], such as a torch.utils.data.Dataset, or list(...) of the samples"
@@ -349,36 +397,31 @@ T = TypeVar("T")
 def load_task(spec: str) -> Task:
     """Return the task that ``spec`` names: ``FILE.py`` for its attribute ``task``, or ``FILE.py:NAME``.
 
-    The attribute is a `Task`, or a function without arguments that returns one. The file runs as a module, with its
-    folder on ``sys.path``.
+    The attribute is a `Task`, or a function that returns one; its parameters get the values of a `TaskSpec`. The file
+    runs as a module, with its folder on ``sys.path``.
 
     Raises:
         ConfigurationError: The file or the attribute does not exist, it is not a task, or the file raises an error;
             names the line.
     """
-    file, _, name = spec.rpartition(":")
-    if not file.endswith(".py"):
-        file, name = spec, "task"
-    path = Path(file)
-    if not path.is_file():
-        kind = "is a folder" if path.is_dir() else "does not exist"
-        raise ConfigurationError(f"{path} {kind}.\nName a Python file that has a lockstep.Task.")
+    path, name = find_task(spec)
     module = _explain_errors(path, lambda: _import(path))
     found: object = getattr(module, name, None)
     if found is None:
-        others = [key for key, value in vars(module).items() if isinstance(value, Task)]
-        hint = f"Name what it has: {path}:{others[0]}" if others else f"Define one: {name} = lockstep.Task(...)"
-        raise ConfigurationError(f"{path} has no {name!r}.\n{hint}")
-    if not isinstance(found, Task) and callable(found):
-        found = _explain_errors(path, found)
+        raise without_task(path, name, [key for key, value in vars(module).items() if isinstance(value, Task)])
+    values = read_parameters(found, spec.parameters if isinstance(spec, TaskSpec) else {}, f"{path}: {name}")
+    if callable(found):
+        found = _explain_errors(path, partial(found, **values))
     if not isinstance(found, Task):
         raise ConfigurationError(
             f"{path}: {name} is a {type(found).__name__}, not a lockstep.Task.\n"
-            "It must be a Task, or a function without arguments that returns one."
+            "It must be a Task, or a function that returns one."
         )
     # By default the name of a task is that of its file.
     own_name = path.stem if name == "task" else f"{path.stem}:{name}"
-    return found if found.name != Task.name else replace(found, name=own_name)
+    values = {key: value for key, value in values.items() if isinstance(value, bool | int | float | str | None)}
+    name = own_name if found.name == Task.name else found.name
+    return replace(found, name=name, parameters=values | {**found.parameters})
 
 
 def _import(path: Path) -> ModuleType:

@@ -201,11 +201,15 @@ class Trainer:
             optimizer = build_optimizer(task, self._model)
             check_registered(optimizer, self._model, is_alone=self.group is None or world.world_size == 1)
             if self.group is None or world.is_rank_zero:
-                warn_early(self._model, optimizer)
+                warn_early(self._model)
             self.optimizer: Optimizer = self.strategy.take_over(optimizer)
             if isinstance(self.optimizer, ZeroRedundancyOptimizer):
                 self.optimizer.has_state = not world.is_late
             self._base_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+            self._scheduler = None
+            if step_parts.makes_scheduler((rate := self.plan.learning_rate).decay):
+                evaluates = task.eval_dataset is not None
+                self._scheduler = step_parts.TorchScheduler(rate, self.optimizer, evaluates=evaluates)
             self.scaler = step_parts.GradScaler() if settings.precision == "fp16" else None
             self.alike_after: int | None = None
         else:
@@ -448,8 +452,7 @@ class Trainer:
                 self.settle()
                 if in_backward:  # parameters are updated as soon as their bucket is reduced
                     self.update_average()
-                    rate = self.plan.learning_rate.factor(self._num_updates)
-                    step_parts.set_rates(self.optimizer, self._base_rates, rate)
+                    self._set_rates()
                 flags = None
                 if is_last:
                     number = 0
@@ -544,7 +547,7 @@ class Trainer:
         if factor is not None:  # also if the gradient is not used: the device would be idle in a wait
             self._gradients.multiply_(factor)
         if not in_backward:
-            step_parts.set_rates(self.optimizer, self._base_rates, self.plan.learning_rate.factor(self._num_updates))
+            self._set_rates()
         # The host checks the first update in any case: see [Note: checks one forward later].
         waits = not self.checks_later or (self._num_updates == 0 and self.policy is Update.LEFT_OUT)
         if not waits:  # without the inputs
@@ -562,6 +565,19 @@ class Trainer:
         if self.average is not None:
             self.average.is_due = True
         return norm, True
+
+    def _set_rates(self) -> None:
+        """Set the learning rates of the next update."""
+        if self._scheduler is None:
+            factor = self.plan.learning_rate.factor(self._num_updates)
+            step_parts.set_rates(self.optimizer, self._base_rates, factor)
+        else:
+            self._scheduler.advance(self._num_updates)
+
+    def note_evaluation(self, loss: float) -> None:
+        """Pass the loss of an evaluation after the last step to the scheduler, if there is one."""
+        if self._scheduler is not None:
+            self._scheduler.add_loss(self.num_steps_done, loss)
 
     def update_average(self) -> None:
         """Update the averaged weights with the parameters of the last step, if this has not been done."""
@@ -760,6 +776,7 @@ class Trainer:
         """Return the values that may change when a run is resumed, by name; a line says which have."""
         rate, base = self.plan.learning_rate, self._base_rates
         return {
+            **self._task.parameters,
             "steps": self.plan.num_steps,
             "schedule": rate.decay if isinstance(rate.decay, str) else "of the task",
             "warmup": rate.warmup,
@@ -796,6 +813,7 @@ class Trainer:
             "num_updates": self._num_updates,
             **model_state.local_state_dict(self._model, optimizer),
             "scaler": None if self.scaler is None else asdict(self.scaler),
+            "scheduler": None if self._scheduler is None else [self._scheduler.num_done, self._scheduler.losses],
             "stream": self.batches.state(),
         }
 
@@ -835,6 +853,9 @@ class Trainer:
         ]
         self.num_steps_done = state["num_steps_done"]
         self._num_updates = state["num_updates"]
+        if self._scheduler is not None:
+            # If the run began with another schedule, this one has its place from the next update on.
+            self._scheduler.restart(*(state.get("scheduler") or (self._num_updates, {})))
         self.batches.seek(self.num_steps_done, state.get("stream"))
         now = reproducible.describe_machine(self.device)
         if self.settings.reproducible is not None and state["machine"] != now:

@@ -30,7 +30,7 @@ from lockstep.study.verify.fingerprint import Fingerprint, fingerprint, fingerpr
 from lockstep.telemetry.instrument import Instrument
 from lockstep.torch_internals import BatchNorm, TorchDispatchMode, numpy_default, schema_of, tree_flatten
 from lockstep.train.settings import Settings, StrategyName
-from lockstep.train.task import Loss, Task, load_task
+from lockstep.train.task import Loss, Task, call_optimizer, load_task
 
 # One process with the whole batch; one that simulates N ranks, share after share; or N real ranks.
 Division = Literal["one", "shares", "ranks"]
@@ -573,14 +573,14 @@ class SandboxedTask:
         self.built = model
         return model
 
-    def _optimizer(self, parameters: list[nn.Parameter]) -> Optimizer:
+    def _optimizer(self, model: nn.Module) -> Optimizer:
         if self._sandbox.experiment.is_sgd:
-            return torch.optim.SGD(parameters, lr=0.01)
+            return torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.01)
         with self._sandbox.rank_view():
-            optimizer = self._plain.optimizer(parameters)
+            optimizer = call_optimizer(self._plain.optimizer, model)
         if isinstance(optimizer, Optimizer):
             optimizer.register_step_pre_hook(self._before_update)
-        return optimizer
+        return optimizer  # type: ignore[return-value]  # the loop's own error explains what is wrong
 
     def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
         """Set the rates of the single-process run, if the experiment requires it, and record the rates."""
