@@ -303,6 +303,23 @@ def end_graph_at(function: Any) -> None:
     function._torchdynamo_disable = True
 
 
+def set_compiled_call(module: nn.Module, compiled: Callable[..., Any]) -> None:
+    """Have ``module(...)`` call ``compiled(call, inputs, kwargs)``; ``call`` runs hooks and forward of ``module``.
+
+    As after ``module.compile()``, of which a module of torch's own stays uncompiled. Without the names: an error.
+    """
+    call, mark = module._call_impl, torch._dynamo.maybe_mark_dynamic
+
+    def marked(*inputs: Any, **kwargs: Any) -> Any:
+        # A batch may be smaller than the one before.
+        for tensor in tree_leaves((inputs, kwargs)):
+            if isinstance(tensor, Tensor) and tensor.dim():
+                mark(tensor, 0)
+        return compiled(call, inputs, kwargs)
+
+    setattr(module, COMPILED_CALL, marked)
+
+
 # --- devices, loaders, the profiler -----------------------------------------------------------------------------------
 
 is_allocator_initialized: Callable[[], bool] = _now(

@@ -1,12 +1,14 @@
 """How torch.compile treats the functions of the engines."""
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
-from lockstep.torch_internals import end_graph_at, leave_frames
+from lockstep.torch_internals import end_graph_at, leave_frames, set_compiled_call
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -34,6 +36,28 @@ def keep_out_of_graphs(function: _Function) -> _Function:
     # compiled step runs its backward.
     end_graph_at(function)
     return leave_all_uncompiled(function)
+
+
+@functools.cache
+def _compiled_for(_: tuple[Any, ...]) -> Callable[..., Any]:
+    def run(call: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return call(*inputs, **kwargs)
+
+    # The compiler keeps what it has compiled, up to a number, by the code object, which all calls here would share.
+    run.__code__ = run.__code__.replace()
+    return torch.compile(run)
+
+
+def compile_in_place(module: nn.Module, *splits: object) -> None:
+    """Compile ``module`` when it is called: its class, names, attributes and state stay as they are.
+
+    What was compiled for an equal module serves this one. The first dimension of inputs may vary.
+
+    Args:
+        module: The model, which then still can be wrapped.
+        splits: What determines where graphs end, of which the compiler takes no notice when it looks for a graph.
+    """
+    set_compiled_call(module, _compiled_for((type(module), *splits)))
 
 
 def is_compiled(module: nn.Module) -> bool:
