@@ -212,7 +212,7 @@ _USED_BY = {
     "reproducible": "single dp ddp",  # the others sum gradients in an order, or in slices, that depend on the devices
     **dict.fromkeys(("bucket_cap_mb", "overlap_optimizer"), "ddp"),
     "redundancy": "ddp-zero1",
-    "compile": "single ddp ddp-zero1 local-sgd diloco torch-ddp",  # not replicas in threads
+    "compile": "single ddp ddp-zero1 fsdp local-sgd diloco torch-ddp",  # not replicas in threads
     **dict.fromkeys(("sync_every", "fragments", "sync_delay", "sync_patience", "across"), "local-sgd diloco"),
     **dict.fromkeys(("outer_lr", "outer_momentum"), "diloco"),
 }
