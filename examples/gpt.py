@@ -1,6 +1,7 @@
 """A small GPT on the source code of Python's standard library, byte by byte; writes some code of its own at the end.
 
 lockstep train examples/gpt.py --devices 2
+lockstep train examples/gpt.py --devices 2 --compile
 lockstep compare examples/gpt.py --devices 2
 """
 

@@ -7,6 +7,7 @@ all of them: run it first on a new torch. Seen in torch 2.11, 2.13 and 2.14.
 
 import argparse
 import functools
+import importlib
 import inspect
 import itertools
 import operator
@@ -306,6 +307,34 @@ def leave_frames(function: Callable[..., Any], *, and_callees: bool) -> None:
 def end_graph_at(function: Any) -> None:
     """Make torch.compile end a graph at each call of ``function``. Without the attribute: it may compile it."""
     function._torchdynamo_disable = True
+
+
+def set_compiled_call(module: nn.Module, compiled: Callable[..., Any], *, is_exact: bool, in_hooks: bool) -> None:
+    """Have ``module(...)`` call ``compiled(call, inputs, kwargs)``, where ``call`` is what it called before.
+
+    As after ``module.compile()``, of which a module of torch's own stays uncompiled. Without the names: an error.
+
+    Args:
+        module: A module.
+        compiled: What ``torch.compile`` has returned.
+        is_exact: Refuse to run uncompiled. Otherwise the first dimension of inputs may vary without a new graph.
+        in_hooks: Leave out the hooks of ``module``.
+    """
+    where = "forward" if in_hooks else COMPILED_CALL
+    call, dynamo = module.forward if in_hooks else module._call_impl, importlib.import_module("torch._dynamo")
+    strict = {"fail_on_recompile_limit_hit": True, "recompile_limit": 64}
+
+    def exact(*inputs: Any, **kwargs: Any) -> Any:
+        with dynamo.config.patch(strict):
+            return compiled(call, inputs, kwargs)
+
+    def marked(*inputs: Any, **kwargs: Any) -> Any:
+        for tensor in tree_leaves((inputs, kwargs)):
+            if isinstance(tensor, Tensor) and tensor.dim():
+                dynamo.maybe_mark_dynamic(tensor, 0)
+        return compiled(call, inputs, kwargs)
+
+    setattr(module, where, exact if is_exact else marked)
 
 
 # --- devices, loaders, the profiler -----------------------------------------------------------------------------------

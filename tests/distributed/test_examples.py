@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from lockstep.cli import main
 from tests.distributed import commands
@@ -42,6 +43,18 @@ def test_workers_do_not_change_what_is_learnt_from_a_mapped_file(tmp_path, monke
         out = capfd.readouterr().out
         ends.append(re.findall(r"(?:evaluation: |last )loss [\d.]+", out))
     assert ends[0] == ends[1] and len(ends[0]) == 2
+
+
+def test_the_language_model_is_compiled(capfd):
+    """With a backend that generates no code."""
+    torch.compiler.set_default_backend("aot_eager")
+    try:
+        how = ["--strategy", "single", "--steps", "3", "--global-batch-size", "4"]
+        assert main(["train", str(EXAMPLES / "gpt.py"), *how, "--compile"]) == 0
+    finally:
+        torch.compiler.set_default_backend(None)
+    lines = capfd.readouterr().out
+    assert re.search(r"3 steps in [\d.]+ s, of which the first took [\d.]+ s \(compiling\), [\d.]+ samples/s", lines)
 
 
 def run_killed(example, number, lost):

@@ -106,6 +106,20 @@ def test_throughput_of_a_single_step_is_that_step(clock):
     assert history.samples_per_s == 2.5
 
 
+@pytest.mark.parametrize(
+    ("first_s", "compiles", "text"),
+    [(91.8, True, ", of which the first took 91.8 s (compiling)"), (91.8, False, ""), (0.1, True, "")],
+)
+def test_a_first_step_that_compiled_is_shown_apart(clock, monkeypatch, first_s, compiles, text):
+    monkeypatch.setattr("lockstep.train.fit.has_compiled", lambda: compiles)
+    history = Throughput()
+    for took_s in (first_s, 0.1, 0.1):
+        timer = StepTimer(torch.device("cpu"))
+        clock[0] += took_s
+        history.add(record(0.5, 10, timer))
+    assert history.compiling() == text
+
+
 def test_a_rank_that_takes_the_place_of_a_lost_one_continues_the_throughput(clock):
     history, other = Throughput(), Throughput()
     for took_s in (50.0, 2.0, 3.0):

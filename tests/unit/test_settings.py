@@ -21,6 +21,7 @@ def test_each_field_declares_its_kind():
         "global_batch_size": ("int", True),
         "accumulate": ("int", False),
         "precision": ("choice", False),
+        "compile": ("bool", False),
         "clip": ("float", True),
         "schedule": ("choice", True),
         "warmup": ("int", False),

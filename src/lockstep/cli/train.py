@@ -118,8 +118,8 @@ def _option(setting: Setting) -> Callable[[F], F]:
 
 # The sections of ``--help-all``; ``--help`` shows the first.
 _SECTIONS = {
-    "Common options": "devices strategy epochs steps global_batch_size precision workers seed reproducible checkpoint "
-    "resume export run_dir settings_file texts",
+    "Common options": "devices strategy epochs steps global_batch_size precision compile workers seed reproducible "
+    "checkpoint resume export run_dir settings_file texts",
     "Batch and learning rate": "accumulate shares clip schedule warmup lr_scaling base_batch_size",
     "Data and checks": "prefetch bad_samples on_nan check_replicas threads",
     "Exchange of gradients": "compression bucket_cap_mb overlap_optimizer",

@@ -1,12 +1,14 @@
 """How torch.compile treats the functions of the engines."""
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
-from lockstep.torch_internals import end_graph_at, leave_frames
+from lockstep.torch_internals import end_graph_at, leave_frames, set_compiled_call
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -34,6 +36,32 @@ def keep_out_of_graphs(function: _Function) -> _Function:
     # compiled step runs its backward.
     end_graph_at(function)
     return leave_all_uncompiled(function)
+
+
+@functools.cache
+def _compiled_for(_: tuple[Any, ...], is_exact: bool) -> Callable[..., Any]:
+    def run(call: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return call(*inputs, **kwargs)
+
+    # The compiler keeps what it has compiled, up to a number, by the code object, which all calls here would share.
+    run.__code__ = run.__code__.replace()
+    return torch.compile(run, dynamic=False if is_exact else None)
+
+
+def compile_in_place(module: nn.Module, *splits: object, is_exact: bool, in_hooks: bool = False) -> None:
+    """Compile ``module`` when it is called: its class, names, attributes and state stay as they are.
+
+    What was compiled for an equal module serves this one, too.
+
+    Args:
+        module: The model, or a part of it; it can still be wrapped.
+        splits: What determines where graphs end, which the compiler does not compare when it looks for a graph.
+        is_exact: Make one graph for each shape of inputs, and never run uncompiled. Code for several shapes may depend
+            on the first of them, which differs between ranks. False: the first dimension may vary in a graph.
+        in_hooks: Leave out its hooks, at which graphs would end; copies are then not possible.
+    """
+    compiled = _compiled_for((type(module), *splits), is_exact)
+    set_compiled_call(module, compiled, is_exact=is_exact, in_hooks=in_hooks)
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -27,6 +27,7 @@ from lockstep.data.loader import BadSample, explaining_worker_failures, having_e
 from lockstep.data.stream import Stateful
 from lockstep.env import Launcher, RankEnv
 from lockstep.errors import ConfigurationError
+from lockstep.parallel.compile import has_compiled
 from lockstep.telemetry import live_view
 from lockstep.telemetry.figures import EVALUATION, StragglerReporter
 from lockstep.telemetry.heartbeat import end_stopped_children
@@ -165,6 +166,13 @@ class Throughput:
         started_at = time.perf_counter()
         self.read()
         self._took.append((0, time.perf_counter() - started_at))
+
+    def compiling(self) -> str:
+        """Return what to say of a first step that compiled, if it took much longer than the others."""
+        (_, first_s), *others = self._took
+        num_others = sum(num_samples > 0 for num_samples, _ in others)
+        is_slow = first_s * num_others > 2 * sum(seconds for _, seconds in others)
+        return f", of which the first took {first_s:.1f} s (compiling)" if is_slow and has_compiled() else ""
 
     def state(self) -> dict[str, Any]:
         """Return what a rank that takes the place of a lost one continues. Blocks as `read` does."""
@@ -695,9 +703,9 @@ class Run:
             rate = f"{live_view.rate(throughput.samples_per_s)} samples/s"
             if throughput.num_counted:
                 rate += f", {live_view.rate(throughput.counted_per_s)} {self._task.counts}/s"
-            seconds = time.perf_counter() - self._started_at
+            seconds = f"{time.perf_counter() - self._started_at:.1f} s{throughput.compiling()}"
             steps = plural(len(throughput.losses), "step")
-            self._display.log(f"{steps} in {seconds:.1f} s, {rate}, last loss {throughput.losses[-1]:.4f}")
+            self._display.log(f"{steps} in {seconds}, {rate}, last loss {throughput.losses[-1]:.4f}")
         if skipped := len(trainer.bad_samples.skipped):
             self._display.log(f"{plural(skipped, 'sample')} skipped: could not be read")
         if skipped := len(trainer.nonfinite.found):

@@ -272,6 +272,7 @@ _USED_BY = {
     "reproducible": "single dp ddp",  # the others sum gradients in an order, or in slices, that depend on the devices
     **dict.fromkeys(("bucket_cap_mb", "overlap_optimizer"), "ddp"),
     "redundancy": "ddp-zero1",
+    "compile": "single ddp ddp-zero1 fsdp local-sgd diloco torch-ddp",  # not replicas in threads
     **dict.fromkeys(("sync_every", "fragments", "sync_delay", "sync_patience", "across"), "local-sgd diloco"),
     **dict.fromkeys(("outer_lr", "outer_momentum"), "diloco"),
 }
@@ -345,6 +346,7 @@ class Settings:
     global_batch_size: int | None = setting(None, "Samples per step over all devices; default: of the task.", "N", 1)
     accumulate: int = setting(1, "Micro-batches into which a device's part of a global batch is divided.", "N", 1)
     precision: Precision = setting("fp32", "Autocast to bf16, or fp16 with gradient scaling.")
+    compile: bool = setting(False, "Compile the model with torch.compile.")
     clip: float | None = setting(None, "Maximum global norm of the gradient; larger gradients are scaled down.", "NORM")
     schedule: Schedule | None = setting(None, "Learning rate schedule; the task's own schedule, else constant.")
     warmup: int = setting(0, "Optimizer steps over which the learning rate rises from 0.", "STEPS", 0)

@@ -22,6 +22,7 @@ from lockstep.data.comparison import check_same_samples
 from lockstep.data.loader import BatchIterator, LoadOptions, MicroBatch, load_order
 from lockstep.data.stream import StreamOrder
 from lockstep.errors import CheckpointError, ConfigurationError
+from lockstep.parallel.compile import compile_in_place
 from lockstep.parallel.consistency import check_models_agree, refuse_difference
 from lockstep.parallel.ddp.bucket_events import BucketStamps
 from lockstep.parallel.ddp.bucket_gradients import gradients_of
@@ -173,6 +174,8 @@ class Trainer:
         self._seeds.all(step_parts.INIT)
         is_divided = self._name == "fsdp"
         self._model = build_model(task, "cpu" if is_divided else self.device, keeps_meta=is_divided)
+        if settings.compile and not is_divided:
+            compile_in_place(self._model, self._name, settings.bucket_cap_mb, is_exact=self.arithmetic.deterministic)
         self._hooks = step_parts.seed_recurrent_on_host(self._model, self.device)
         self.average = None if task.ema is None else AveragedWeights(self._model, task.ema)
 
@@ -356,7 +359,7 @@ class Trainer:
             named = model.named_parameters(remove_duplicate=False)
             check_models_agree(named, model.named_buffers(), group=world.group, device=world.device)
         if name == "fsdp":
-            return strategies.FullyShard(model, objective, world, devices[0])
+            return strategies.FullyShard(model, objective, world, devices[0], compiles=settings.compile)
         distributed = partial(strategies.Distributed, model, objective, world.group, world.device)
         if name == "torch-ddp":
             return distributed(nn.parallel.DistributedDataParallel)

@@ -71,8 +71,13 @@ def explain_unordered(error: BaseException) -> None:
     """Turn torch's error about an operation without a deterministic kernel into one that says who needs one.
 
     Raises:
-        ConfigurationError: ``error`` is this one.
+        ConfigurationError: ``error`` is this one, or that of `compile_in_place` about too many shapes.
     """
+    if type(error).__name__ == "FailOnRecompileLimitHit":
+        raise ConfigurationError(
+            "reproducible: the inputs of the model have more shapes than torch.compile makes graphs for, so others "
+            "would have other bits.\nPad inputs to fewer shapes, or omit compile."
+        ) from error
     name, found, _ = str(error).partition(" does not have a deterministic implementation")
     if found:
         raise ConfigurationError(

@@ -24,6 +24,7 @@ from lockstep.comm.world import World
 from lockstep.data.loader import MicroBatch, to_device
 from lockstep.data.order import BatchSplit
 from lockstep.errors import ConfigurationError
+from lockstep.parallel.compile import compile_in_place
 from lockstep.parallel.consistency import Buffers, Replica, refuse_difference, replica_of
 from lockstep.parallel.ddp.bucket_gradients import FlatGradients
 from lockstep.parallel.ddp.wrapper import DistributedDataParallel
@@ -346,7 +347,9 @@ class FullyShard(Strategy):
     buffers = "own"
     can_replay = False  # torch's engine would add unreduced gradients to those of the next step
 
-    def __init__(self, model: nn.Module, objective: Objective, world: World, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, objective: Objective, world: World, device: torch.device, *, compiles: bool
+    ) -> None:
         self.group = self.step_group = world.group
         self._task, self._device, self._num_ranks = objective.task, device, world.world_size
         # Every rank builds its own part: the model must depend on the seed alone, not on the rank.
@@ -355,6 +358,8 @@ class FullyShard(Strategy):
         refuse_difference(replica, group=world.group, device=world.device, now=" when they begin", since=since)
         self._module = LossModule(model, objective)
         units = find_units(model) if self._task.shard is None else list(self._task.shard(model))
+        for unit in (units or [model]) if compiles else ():
+            compile_in_place(unit, "fsdp", is_exact=False, in_hooks=True)
         self._counts_waits = fully_shard.fully_shard_units(self._module, units, group=world.group, device=device)
         if is_on_meta(model):
             initialize(model, device)
