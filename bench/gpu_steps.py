@@ -33,7 +33,7 @@ from bench.harness import run_rounds, slowest, summarize
 from bench.models import GPU_MODELS, TINY_GPU_MODELS, Workload, loss_of
 from lockstep import World
 from lockstep.accelerator import synchronize
-from lockstep.train.fit import Run
+from lockstep.train.run import Run
 from lockstep.train.settings import FitSettings
 from lockstep.train.stopping import StopSignals
 

@@ -26,7 +26,8 @@ from lockstep.errors import ConfigurationError
 from lockstep.train.callbacks import RunView
 from lockstep.train.checkpoints.checkpoint import find_checkpoints
 from lockstep.train.checkpoints.object_store import place_of
-from lockstep.train.fit import FitResult, fit_with
+from lockstep.train.fit import fit_with
+from lockstep.train.result import FitResult
 from lockstep.train.settings import FitSettings
 from lockstep.train.task import Task
 

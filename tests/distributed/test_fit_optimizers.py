@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LinearLR, OneCycleLR, ReduceLROnPlateau, Se
 
 import lockstep
 from lockstep.errors import ConfigurationError
-from lockstep.train.fit import Run
+from lockstep.train.run import Run
 from lockstep.train.settings import Settings
 from lockstep.train.task import build_optimizer
 from lockstep.train.trainer import Trainer

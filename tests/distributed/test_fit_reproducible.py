@@ -86,7 +86,7 @@ def test_a_run_interrupted_anywhere_and_continued_elsewhere_has_the_bits_of_one_
     num_steps = 8
 
     def fit(folder, strategy, devices, workers, steps, stop_after):
-        from lockstep.train.fit import Run
+        from lockstep.train.run import Run
 
         step, done = Run.step, []
 

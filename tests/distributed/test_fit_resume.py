@@ -79,7 +79,7 @@ def interrupted(world, strategy, folder, monkeypatch_after):
     class Break(Exception):
         """Stands for a kill."""
 
-    from lockstep.train.fit import Run
+    from lockstep.train.run import Run
 
     step, calls = Run.step, []
 

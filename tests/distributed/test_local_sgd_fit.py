@@ -16,7 +16,7 @@ from lockstep.cli import main
 from lockstep.errors import ConfigurationError
 from lockstep.study.verify import diagnose
 from lockstep.study.verify.diagnose import verify_exchanges
-from lockstep.train.fit import Run
+from lockstep.train.run import Run
 from lockstep.train.settings import Settings
 from lockstep.train.trainer import Trainer
 from tests.distributed.test_hierarchy import MACHINES, on_machines

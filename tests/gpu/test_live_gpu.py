@@ -5,7 +5,7 @@ import torch
 
 import lockstep
 from lockstep.telemetry.sinks import Subscriber
-from lockstep.train import fit
+from lockstep.train import run
 from tests.training import make_task
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -33,7 +33,7 @@ class Display(Subscriber):
 @pytest.mark.parametrize("strategy", ["single", "ddp"])
 def test_figures_are_those_of_the_device(monkeypatch, strategy):
     display = Display()
-    monkeypatch.setattr(fit.live_view, "Display", lambda view, silent: display)
+    monkeypatch.setattr(run.live_view, "Display", lambda view, silent: display)
     result = lockstep.fit(make_task(), strategy=strategy, steps=300, clip=1.0)
     last = display.snapshots[-1]
     assert last.step == 300 and last.is_last

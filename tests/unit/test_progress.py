@@ -10,7 +10,7 @@ from lockstep.telemetry import live_view
 from lockstep.telemetry.figures import Snapshot
 from lockstep.telemetry.live_view import Display
 from lockstep.telemetry.recorder import StepTimer
-from lockstep.train.fit import Throughput
+from lockstep.train.result import Throughput
 from lockstep.train.trainer import StepRecord
 
 SNAPSHOT = Snapshot(time=0.0, step=15, num_steps=20, loss=0.25, samples_per_s=1234.5, left_s=3.0)
@@ -79,7 +79,7 @@ def test_a_view_where_there_is_a_terminal(monkeypatch, capsys):
 def clock(monkeypatch):
     """A clock that is set by hand."""
     now = [0.0]
-    monkeypatch.setattr("lockstep.train.fit.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("lockstep.train.result.time.perf_counter", lambda: now[0])
     return now
 
 
@@ -111,7 +111,7 @@ def test_throughput_of_a_single_step_is_that_step(clock):
     [(91.8, True, ", of which the first took 91.8 s (compiling)"), (91.8, False, ""), (0.1, True, "")],
 )
 def test_a_first_step_that_compiled_is_shown_apart(clock, monkeypatch, first_s, compiles, text):
-    monkeypatch.setattr("lockstep.train.fit.has_compiled", lambda: compiles)
+    monkeypatch.setattr("lockstep.train.result.has_compiled", lambda: compiles)
     history = Throughput()
     for took_s in (first_s, 0.1, 0.1):
         timer = StepTimer(torch.device("cpu"))

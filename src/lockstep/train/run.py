@@ -1,0 +1,627 @@
+"""A run of `fit`: steps, evaluations, checkpoints, callbacks, record and display."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep import activity
+from lockstep.comm.collectives import all_gather_object
+from lockstep.comm.world import World
+from lockstep.data.comparison import check_same_data
+from lockstep.data.loader import having_epochs
+from lockstep.errors import ConfigurationError
+from lockstep.telemetry import live_view
+from lockstep.telemetry.figures import EVALUATION, StragglerReporter
+from lockstep.telemetry.record import EventName, kind_of
+from lockstep.train.callbacks import Callbacks, EarlyStopping, RunView
+from lockstep.train.checkpoints.model_state import check_export
+from lockstep.train.evaluate import Evaluation, Evaluator, Inference
+from lockstep.train.plan import Plan, devices_of, plural
+from lockstep.train.profiling import AroundStep
+from lockstep.train.recording import RunRecord
+from lockstep.train.recovery import Recovery
+from lockstep.train.result import FitResult, Throughput
+from lockstep.train.settings import FitSettings, Monitor
+from lockstep.train.stopping import StopSignals, called, exit_code_of
+from lockstep.train.task import Task, build_dataset, prepare
+from lockstep.train.trainer import StepRecord, Trainer
+
+if TYPE_CHECKING:
+    from lockstep.train.checkpoints.checkpoint import Checkpoints
+    from lockstep.train.checkpoints.object_store import Place
+# Number of unreadable samples that are listed individually.
+_NUM_NAMED = 5
+
+# What a rank that takes the place of a lost one gets from another.
+_OF_RUN = (
+    *("_due", "stops", "_has_evaluated", "_evaluations", "_best", "has_new_best"),
+    *("_checkpoint", "_saved", "_found", "_first_step", "num_steps", "_saves_after"),
+)
+
+# --- what rank zero prints -------------------------------------------------------------------------------------------
+
+
+def describe_plan(task: Task, settings: FitSettings, plan: Plan, device: torch.device, num_devices: int) -> list[str]:
+    """Return the first lines of output; all ``num_devices`` are of the same kind as ``device``."""
+    order, rate = plan.order, plan.learning_rate
+    kind = kind_of(device.type)
+    size = "a stream of samples" if order.num_samples is None else f"{order.num_samples:,} samples"
+    length = plural(plan.num_steps, "step")
+    if order.steps_per_epoch is not None:
+        epochs = plan.num_steps / order.steps_per_epoch
+        whole = f"{round(epochs, 1):g} epoch{'s' * (epochs != 1)}"
+        length += f" = {f'{epochs:.1%} of an epoch' if epochs < 1 else whole}"
+
+    batch_size = min(order.batch_size, order.num_samples or order.batch_size)
+    batch = f"global batch {batch_size}"
+    if settings.reproducible is not None:
+        most, threads = settings.reproducible, plural(settings.threads or 1, "CPU thread")
+        batch += f" = {most} virtual shards: the same bits on 1 to {most} devices of this kind with {threads} each"
+    elif num_devices > 1:
+        sizes = [len(plan.split.positions(batch_size, share)) for share in range(plan.split.num_shares)]
+        are_alike = len(set(sizes)) == 1  # also with torch's DataParallel, which divides the batch itself
+        parts = f"x {batch_size // num_devices}" if are_alike else f"with {' + '.join(map(str, sizes))}"
+        batch += f" = {num_devices} devices {parts} samples"
+    if plan.split.accumulate > 1:
+        batch += f", in {plan.split.accumulate} micro-batches"
+    if batch_size < order.batch_size:
+        batch += f"; the data set is smaller than the global batch of {order.batch_size}"
+
+    scaling = "not scaled with the global batch"
+    if settings.lr_scaling != "none":
+        rule = {"linear": "linear scaling", "sqrt": "square-root scaling"}[settings.lr_scaling]
+        scaling = f"{rule} from base batch {plan.base_batch_size} to {order.batch_size}"
+    decay = "the task's own schedule" if callable(rate.decay) else rate.decay
+    warmup = f"warm-up over {plural(rate.warmup, 'step')}, then" if rate.warmup else "no warm-up,"
+    values = [f"{name}={value}" for name, value in task.parameters.items()]
+    name = f"{task.name} ({', '.join(values)})" if values else task.name
+    return [
+        f"{name}: strategy {settings.strategy} on {plural(num_devices, kind)}, {settings.precision}, {size}, {length}",
+        batch,
+        f"learning rate x {rate.scale:.4g}: {scaling}; {warmup} {decay}",
+    ]
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """A run of `fit`: steps, evaluations, checkpoints, record and display.
+
+    Collective for strategies with a process for each device: every rank creates one, and calls its methods in the same
+    order.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        settings: FitSettings,
+        world: World,
+        signals: StopSignals,
+        checkpoints: Checkpoints | None,
+    ) -> None:
+        task = prepare(task, world)
+        self._task, self._settings, self._world = task, settings, world
+        self._signals, self._checkpoints = signals, checkpoints
+        stopping = (
+            [] if settings.early_stopping is None else [EarlyStopping(settings.early_stopping, settings.patience or 5)]
+        )
+        self._callbacks, self._monitor = (
+            Callbacks([*stopping, *task.callbacks]),
+            Monitor.of(settings.keep_best or "loss"),
+        )
+        # The steps after which callbacks of this rank have asked for something, see `request`.
+        self._asked: dict[str, int] = {}
+        self._saves_after: int | None = None
+        self._last_step: StepRecord | None = None
+        if settings.export is not None:
+            check_export(Path(settings.export))
+        devices = devices_of(settings, world)
+        self.trainer = trainer = Trainer(task, settings, world, strategy=settings.strategy, devices=devices)
+        self._evaluator = None
+        if task.eval_dataset is not None:
+            inference = functools.partial(Inference.of, trainer)
+            self._evaluator = Evaluator(task, inference, build_dataset(task, evaluation=True))
+        # Each rank computes the order of samples from its own length: with another length the batches would differ.
+        check = functools.partial(check_same_data, how=trainer.loading, group=trainer.group, device=trainer.device)
+        check(trainer.samples, "dataset", seed=settings.seed, epochs=having_epochs(trainer.samples))
+        if self._evaluator is not None:
+            check(self._evaluator.samples, "eval_dataset", seed=settings.seed)
+            if not world.is_late:
+                self._evaluator.try_out()
+        self._evaluations: list[Evaluation] = []
+        self._best: Evaluation | None = None
+        self._checkpoint: Place | None = None
+        self._announced: Place | None = None  # the last one that callbacks got
+        self._saved: tuple[int, float | None] | None = None
+        self._found: dict[str, float] = {}  # metrics after the step of the newest checkpoint
+        signals.progress = self.progress
+        # What is due after the last step, in order; the same on every rank.
+        self._due: list[str] = []
+        self._actions: dict[str, Callable[[], None]] = {
+            "check": trainer.check_replicas,
+            "compare": lambda: self._record.compare_ranks(self._stragglers),
+            "evaluate": self.evaluate,
+            "save": self.save,
+        }
+        # Without a folder for checkpoints a stopped run could not save.
+        if checkpoints is not None:
+            trainer.stop_requested = lambda: signals.asked() is not None
+            trainer.failure_seen = lambda: checkpoints.failure is not None
+            self._actions["agree"] = checkpoints.agree  # raises an error if a checkpoint could not be written
+        trainer.requests = self._requests
+        self.stops = self.has_new_best = self._has_evaluated = self.is_complete = False
+        self._summary: str | None = None
+        self._whole: nn.Module | None = None
+        self._final: nn.Module | None = None
+        self._throughput, self._started_at = Throughput(), time.perf_counter()
+        is_late = world.is_late  # and not after `Recovery`, which takes it into the job
+        lines = [] if is_late else self._resume()
+        self._first_step = trainer.num_steps_done
+        # A resumed run may have done more steps than it is now asked for.
+        self.num_steps = max(trainer.plan.num_steps, self._first_step)
+        # A rank that takes the place of a lost one gets the state here.
+        self._recovery: Recovery | None = None
+        averaging = trainer.strategy.averaging
+        # Where all ranks write a checkpoint, the part of a lost one may be missing: they restart from the one before.
+        if trainer.can_reconnect and (checkpoints is None or averaging is None):
+            recovery = Recovery(world, trainer=trainer, run=self, doing=self._doing, exchanging=averaging)
+            if recovery.is_active:
+                if is_late:
+                    self._find_recovered()
+                self._recovery, recovery.on_rejoined = recovery, self._rejoined
+                trainer.before_update = recovery.before_update if averaging is None else bool
+        if is_late and checkpoints is not None:
+            checkpoints.lead()  # a spare was not rank zero before
+        self._leads = world.is_rank_zero
+        self._record = RunRecord(task, settings, world, trainer, num_steps=self.num_steps, began_with=self._first_step)
+        self._stragglers = StragglerReporter(functools.partial(self._log, "straggler"))
+        self._display = live_view.Display(settings.view, silent=settings.quiet or not world.is_rank_zero)
+        self._num_caveats = self._num_skipped = self._num_not_finite = 0  # reported so far
+        if not is_late:
+            self._show_plan(lines)
+        self._report()
+        self._record.deliver(None if settings.quiet else self._display)
+        self._callbacks.given.insert(0, self._record)  # of which the live view and the sinks get their figures
+        self._call("on_start", agrees=not is_late)
+        if is_late and averaging is not None and averaging.exchange():  # the one that the others are in
+            self._find_due(checks=trainer.is_check_due, compares=False)
+
+    def _show_plan(self, lines: list[str]) -> None:
+        """Print what the run will do, ``lines``, and where its figures go."""
+        trainer = self.trainer
+        if self._first_step:
+            changes = f"; changed: {', '.join(trainer.changes)}" if trainer.changes else ""
+            lines.append(f"resumed after step {self._first_step} of {self.num_steps}{changes}")
+            if self._first_step == self.num_steps:
+                lines[-1] = (
+                    f"nothing left to do: all {self.num_steps} steps are done; --epochs N or --steps N for more, or "
+                    "--no-resume for a new run"
+                )
+        num_devices = len(trainer.devices) if trainer.group is None else self._world.world_size
+        plan = describe_plan(self._task, self._settings, trainer.plan, trainer.device, num_devices)
+        if trainer.strategy.note is not None:
+            plan.append(trainer.strategy.note)
+        for line in (*plan, *lines, *(sink.where for sink in self._record.sinks)):
+            self._display.log(line)
+
+    def _resume(self) -> list[str]:
+        """Resume from the newest valid checkpoint, if there is one; return lines about invalid ones."""
+        if self._checkpoints is None:
+            return []
+        state = self._checkpoints.load(required=self._settings.resume is True)
+        if state is not None:
+            self.trainer.load_state_dict(state)
+            self._checkpoint = self._checkpoints.path(self.num_steps_done)
+            self._saved = self.num_steps_done, None
+            self._found = {"step": self.num_steps_done}
+            self._best = None if state["best"] is None else Evaluation(**state["best"])
+            self._callbacks.load_state_dict(state.get("callbacks", {}))
+            # A stopped run has saved without the evaluation that was due after the same step.
+            self._due = ["evaluate"] * (state["owes_evaluation"] and self._evaluator is not None)
+        return [f"passed over the checkpoint {why}" for why in self._checkpoints.passed_over]
+
+    def progress(self) -> str:
+        """Return in words what the run has done. Does not wait for the device."""
+        last = self._last_step
+        loss = "" if last is None or not last.loss.is_cpu else f", loss {float(last.loss):.4f}"
+        return f"step {self.num_steps_done} of {self.num_steps}{loss}"
+
+    @property
+    def num_steps_done(self) -> int:
+        """Number of steps of the whole run so far."""
+        return self.trainer.num_steps_done
+
+    def is_due(self, every: int | None) -> bool:
+        """Return whether an action is due that happens ``every`` so many steps (None: each epoch), and at the end."""
+        every = every or self.trainer.plan.order.steps_per_epoch or self.num_steps
+        done = self.trainer.num_steps_done
+        return done >= self.num_steps or done % every == 0
+
+    @property
+    def _trains(self) -> bool:
+        return self.trainer.num_steps_done < self.num_steps and not self.stops
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there is something to do before the run is finished or stopped."""
+        trains = self._trains
+        if not self._due and not trains and not self.stops and not self._has_evaluated:
+            self._due = ["evaluate"]  # once, in a run that was resumed at its end
+        return trains or bool(self._due)
+
+    def attempt(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context for `advance`; if a rank is lost in it, the same is done again."""
+        # A step of ranks that train alone does not need the others; its exchange is an attempt of its own.
+        is_alone = self.trainer.strategy.averaging is not None and not self._due and self._trains
+        return contextlib.nullcontext() if self._recovery is None or is_alone else self._recovery.attempt()
+
+    def advance(self, around: AroundStep) -> None:
+        """Do what comes next: a step, or what is due after it. Collective: every rank.
+
+        Args:
+            around: From the number of a step to its context.
+        """
+        if self._due:
+            due = self._due[0]
+            self._actions[due]()
+            if self._recovery is not None:
+                self._recovery.refuse_cut()
+            self._due.pop(0)
+            if due == "evaluate" and self.has_new_best and "save" not in self._due:
+                self._due.insert(0, "save")
+            return
+        with around(self.trainer.num_steps_done + 1):
+            self.step()
+
+    def step(self) -> None:
+        """Train on the next global batch, and find what is due after it."""
+        # With the last collective first: what follows is done by all ranks or by none.
+        record = self._last_step = self.trainer.step()
+        self._throughput.add(record)
+        self._call("on_step_end")
+        self._find_due(checks=record.checks, compares=self._record.compares)
+
+    def _find_due(self, *, checks: bool, compares: bool) -> None:
+        trainer = self.trainer
+        if trainer.bad_samples.skipped or trainer.nonfinite.found or trainer.caveats:
+            self._report()
+        self.stops, failed, ends, saves = trainer.reported()
+        granted_after = self.num_steps_done + trainer.reports_in
+        if ends:
+            self.num_steps = min(self.num_steps, granted_after)
+        if saves:
+            self._saves_after = granted_after
+        self._due = ["agree"] * failed
+        self._due += ["check"] * checks + ["compare"] * compares
+        if not self.stops:
+            self._due += self._planned()
+
+    def _planned(self) -> list[str]:
+        """Return what is planned after the last step."""
+        settings, saves = self._settings, self._saves_after == self.num_steps_done
+        planned = ["evaluate"] * (self._evaluator is not None and self.is_due(settings.eval_every))
+        return planned + ["save"] * (saves or self.is_due(settings.checkpoint_every))
+
+    # --- callbacks ----------------------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> nn.Module:
+        """The model without wrappers; with fsdp, with the shards of this rank."""
+        return self.trainer.module if self._final is None else self._final
+
+    def _call(self, point: str, *, agrees: bool = True) -> None:
+        """Call the method ``point`` of the callbacks. Collective if it is not that after a step: every rank."""
+        if not self._callbacks.have(point):
+            return
+        made, world = self._evaluations, self._world
+        view = RunView(
+            rank=world.rank,
+            world_size=world.world_size,
+            step=self.num_steps_done,
+            num_steps=self.num_steps,
+            steps_per_epoch=self.trainer.plan.order.steps_per_epoch,
+            last_step=self._last_step,
+            due=self._planned(),
+            metrics=made[-1].metrics if made else {},
+            best=self._best,
+            checkpoint=self._checkpoint,
+            found=self._found,
+            _run=self,
+        )
+        self._callbacks.call(point, view)
+        if point != "on_step_end" and agrees:
+            mine, self._asked = list(self._asked), {}
+            ranks = all_gather_object(mine, group=world.group, device=world.device)
+            self._grant({verb for asked in ranks for verb in asked})
+
+    def request(self, verb: str, why: str = "") -> None:
+        """Ask all ranks, for a callback of this one, to ``stop`` or to ``save``; see `RunView`.
+
+        Raises:
+            ConfigurationError: There is no folder for checkpoints.
+        """
+        if verb == "save" and self._checkpoints is None:
+            raise ConfigurationError("A callback called save(), but there is no folder.\nGive checkpoint=DIR to fit.")
+        if verb == "stop" and verb not in self._asked:
+            self._log("remark", f"stopped early{why and ': '}{why}")
+        self._asked[verb] = self.num_steps_done
+
+    def _requests(self) -> tuple[bool, bool]:
+        """Return what callbacks of this rank have asked for after the last step: the end of the run, a checkpoint.
+
+        Each step sends what was asked for after the one before it, so that it is sent again if a rank is lost. Ranks
+        that train alone send it until they exchange.
+        """
+        since = 0 if self.trainer.strategy.averaging is not None else self.num_steps_done
+        stop, save = (self._asked.get(verb, -1) >= since for verb in ("stop", "save"))
+        return stop, save
+
+    def _grant(self, verbs: set[str]) -> None:
+        """Do what a callback has asked for now, after what is due already."""
+        done = self.num_steps_done
+        if "stop" in verbs:
+            self.num_steps = done
+        is_measured = self._evaluator is None or (bool(self._evaluations) and self._evaluations[-1].step == done)
+        wanted = ["evaluate"] * ("stop" in verbs and not is_measured) + ["save"] * bool(verbs)
+        self._due += [each for each in wanted if each not in self._due]
+
+    def log(self, name: str, value: float | Tensor) -> None:
+        """Record a number for a callback; see `RunView.log`."""
+        self._record.log(name, value)
+
+    # --- recovery in place: `lockstep.train.recovery` -----------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the ranks know together and the trainer has not; see `Recovery`."""
+        trainer, own = self.trainer, {name: getattr(self, name) for name in _OF_RUN}
+        lists = [trainer.nonfinite.found, trainer.bad_samples.skipped]
+        seconds = time.perf_counter() - self._started_at
+        done = {"throughput": self._throughput.state(), "callbacks": self._callbacks.state_dict()}
+        return {"own": own, "lists": lists, "seconds": seconds, **done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Use the `state_dict` of another rank."""
+        trainer = self.trainer
+        for name in _OF_RUN:
+            setattr(self, name, state["own"][name])
+        trainer.nonfinite.found[:], trainer.bad_samples.skipped[:] = state["lists"]
+        self._callbacks.load_state_dict(state["callbacks"])
+        self._throughput.load(state["throughput"])
+        self._started_at = time.perf_counter() - state["seconds"]
+
+    def _doing(self) -> str:
+        names = {"evaluate": "evaluation", "save": "checkpoint"}
+        done = self.num_steps_done
+        if self._due:
+            return f"the {names.get(self._due[0], 'check')} after step {done}"
+        if done >= self.trainer.plan.num_steps:
+            return "the end of the run"
+        return f"step {done + 1}" if self.trainer.strategy.averaging is None else f"the exchange after step {done}"
+
+    def _rejoined(self) -> None:
+        """Go on in another generation of the ranks, in which this one may be rank zero."""
+        led, self._leads = self._leads, self._world.is_rank_zero
+        is_new_lead = self._leads and not led
+        if is_new_lead and self._checkpoints is not None:
+            self._checkpoints.lead()
+        if led != self._leads:
+            self._display = live_view.Display(self._settings.view, silent=self._settings.quiet or not self._leads)
+        self._record.reconnect(self._display if is_new_lead else None)
+        self._find_recovered()
+
+    def _find_recovered(self) -> None:
+        """Find what is due after a recovery: the ranks compare what they hold."""
+        if self.trainer.strategy.averaging is None and self._due[:1] != ["check"]:
+            self.trainer.alike_after = None
+            self._due.insert(0, "check")
+
+    def pause_for(self, event: EventName, act: Callable[[], str]) -> None:
+        """Pause the training for ``act``, and log the text that it returns. Collective: every rank."""
+        self._settle()
+        self._log(event, act())
+
+    def _log(self, event: EventName, text: str) -> None:
+        self._display.log(text)
+        self._record.event(event, text)
+
+    def evaluate(self) -> None:
+        """Evaluate the model, if the task has evaluation data. Collective: every rank."""
+        self._has_evaluated = True
+        if self._evaluator is None:
+            return
+        self._settle()
+        activity.now.phase = "evaluation"
+        with self.trainer.averaged():
+            found = Evaluation(self.num_steps_done, self._evaluator.run())
+        self._evaluations.append(found)
+        self.trainer.note_evaluation(found.metrics["loss"])
+        score = self._monitor.score(found.metrics)
+        if self._best is None or score < self._monitor.score(self._best.metrics):
+            self._best, self.has_new_best = found, bool(self._settings.keep_best)
+        text = f"evaluation: {'  '.join(f'{name} {value:.4f}' for name, value in found.metrics.items())}"
+        if self._evaluator.skipped:
+            text += f"  without {len(self._evaluator.skipped)} that cannot be read"
+        per_epoch = self.trainer.plan.order.steps_per_epoch
+        epoch = "" if per_epoch is None else f"epoch {found.step / per_epoch:.1f}  "
+        self._display.log(f"{epoch}step {found.step}/{self.num_steps}  {text}")
+        self._record.event("evaluation", text, found.metrics)
+        self._call("on_evaluation")
+
+    def save(self, *, owes_evaluation: bool = False) -> None:
+        """Start to write a checkpoint, if there is a folder and the same state has not been saved.
+
+        Collective: every rank. Blocks rank zero until the previous one is on disk and the state is copied.
+        """
+        made, step = self._evaluations, self.num_steps_done
+        metrics = made[-1].metrics if made and made[-1].step == step else {}
+        loss = metrics.get("loss")
+        self.has_new_best = False
+        if self._checkpoints is None or self._saved == (step, loss):
+            return  # for example if the last step ends an epoch
+        self._settle()
+        activity.now.phase = "checkpoint"
+        if self._callbacks.have("on_checkpoint"):
+            self._complete_checkpoint()
+        self.trainer.check_samples(*self.trainer.read)
+        self.trainer.check_replicas()  # the saved state must be that of all ranks
+        best = None if self._best is None else asdict(self._best)
+        state = self.trainer.state_dict() | {"best": best, "owes_evaluation": owes_evaluation}
+        state["callbacks"] = self._callbacks.state_dict()
+        self._checkpoint = self._checkpoints.save(state, step=step, metrics=metrics)
+        self._saved = (step, loss)
+        self._found = {"step": step}
+        if self._throughput.losses:  # none if a resumed run only did its pending evaluation
+            self._found["train/loss"] = self._throughput.losses[-1]
+        self._found |= {EVALUATION.name_of(name): value for name, value in metrics.items()}
+        self._record.event("checkpoint", f"checkpoint after step {step}")
+
+    def _complete_checkpoint(self) -> None:
+        """Wait until the newest checkpoint is on disk, and call ``on_checkpoint``. Collective: every rank."""
+        if self._checkpoints is not None:
+            self._checkpoints.finish()
+            if self._checkpoint not in (None, self._announced):
+                self._announced = self._checkpoint
+                self._call("on_checkpoint")
+
+    def _end(self) -> None:
+        """Take the weights that `fit` returns, and call ``on_end``. Collective: every rank."""
+        is_first, checkpoints = self._final is None, self._checkpoints
+        self._final = self.trainer.final_model()
+        if self._settings.load_best and checkpoints is not None and not self.stops:
+            self.trainer.load_weights(checkpoints.load_best())
+        if is_first:  # else a rank was lost after that
+            self._call("on_end", agrees=False)
+
+    def stop(self) -> FitResult:
+        """Save, and return the result so far.
+
+        Collective: every rank. Blocks until the checkpoint is on disk.
+        """
+        self.save(owes_evaluation=self._evaluator is not None and self.is_due(self._settings.eval_every))
+        self._complete_checkpoint()
+        self._end()
+        # Not every rank has received the signal.
+        names = all_gather_object(self._signals.asked(), group=self._world.group, device=self._world.device)
+        name: str = next(name for name in names if name is not None)
+        losses = self._throughput.read()
+        loss = f", loss {losses[-1]:.4f}" if losses else ""
+        text = (
+            f"Stopped by {called(name)} after step {self.num_steps_done} of {self.num_steps}{loss}, saved in "
+            f"{self._checkpoint}.\nThe same command resumes from there."
+        )
+        self._summary = self._record.finish("stop", text)
+        self._log_summary()
+        if not self._signals.has_launcher:  # the launcher prints it
+            self._display.log(text)
+        self._signals.report(text)
+        return self._result(stopped=name)
+
+    def complete(self) -> None:
+        """Complete the run with the other ranks. Collective: every rank. All files are written when it returns."""
+        if self._first_step < self.num_steps:
+            self._settle()
+        self._complete_checkpoint()
+        self._due.clear()  # what a callback may just have asked for is done
+        self._end()
+        self._summary = self._record.finish("end", f"{self.num_steps_done} steps done")
+        if self._settings.export is not None:
+            self.trainer.export(Path(self._settings.export), writes=self._world.is_rank_zero)
+        if self._task.after is not None:
+            self._whole = self.trainer.model  # a sharded model is gathered here, which is collective
+        self._world.barrier()  # from here on every rank finds the files
+        self.is_complete = True
+
+    def finish(self) -> FitResult:
+        """Say how the run went, call `Task.after`, and return the result. Not collective."""
+        if self._recovery is not None:
+            self._recovery.close()
+        trainer, throughput = self.trainer, self._throughput
+        if throughput.losses:
+            rate = f"{live_view.rate(throughput.samples_per_s)} samples/s"
+            if throughput.num_counted:
+                rate += f", {live_view.rate(throughput.counted_per_s)} {self._task.counts}/s"
+            seconds = f"{time.perf_counter() - self._started_at:.1f} s{throughput.compiling()}"
+            steps = plural(len(throughput.losses), "step")
+            self._display.log(f"{steps} in {seconds}, {rate}, last loss {throughput.losses[-1]:.4f}")
+        if skipped := len(trainer.bad_samples.skipped):
+            self._display.log(f"{plural(skipped, 'sample')} skipped: could not be read")
+        if skipped := len(trainer.nonfinite.found):
+            self._display.log(f"{plural(skipped, 'step')} skipped: the gradient was not finite")
+        if self._settings.export is not None:
+            self._display.log(f"weights written to {self._settings.export}")
+        self._log_summary()
+        # The live view is closed before the task's own function runs. The other ranks do not wait for it.
+        if self._task.after is not None and self._whole is not None and self._world.is_rank_zero:
+            self._record.close()
+            self._task.after(self._whole.eval())
+        return self._result()
+
+    def _log_summary(self) -> None:
+        """Print where the time went."""
+        if self._summary is not None and self._first_step < self.num_steps_done:
+            self._display.log(self._summary)
+
+    def _result(self, *, stopped: str | None = None) -> FitResult:
+        skipped, throughput = self.trainer.bad_samples.skipped, self._throughput
+        return FitResult(
+            first_step=self._first_step,
+            num_steps=self.num_steps_done,
+            losses=throughput.losses,
+            evaluations=self._evaluations,
+            best=self._best,
+            num_samples=throughput.num_samples - len(skipped),
+            samples_per_s=throughput.samples_per_s,
+            seconds=time.perf_counter() - self._started_at,
+            checkpoint=self._checkpoint if isinstance(self._checkpoint, Path | None) else str(self._checkpoint),
+            skipped_samples=len(skipped),
+            first_skipped=tuple(skipped[:_NUM_NAMED]),
+            not_finite=tuple(self.trainer.nonfinite.found),
+            stopped=stopped,
+            exit_code=exit_code_of(stopped, has_launcher=self._signals.has_launcher),
+            num_counted=throughput.num_counted or None,
+            tokens_per_s=throughput.counted_per_s if throughput.num_counted else None,
+            model=self._final,
+        )
+
+    def close(self) -> None:
+        """Close the record and the display, and end the loader processes."""
+        # The record first: it may have a last snapshot for the display.
+        try:
+            self._record.close()
+        finally:
+            self._display.close()
+        if isinstance(sys.exc_info()[1], KeyboardInterrupt) and self._checkpoints is None and self._leads:
+            self._signals.say_not_saved("SIGINT")
+        self.trainer.close()
+
+    def _report(self) -> None:
+        """Log new caveats, skipped samples and skipped steps of the trainer."""
+        trainer, skipped, not_finite = self.trainer, self.trainer.bad_samples.skipped, self.trainer.nonfinite.found
+        for caveat in trainer.caveats[self._num_caveats :]:
+            self._display.log(f"the same bits are not guaranteed: {caveat}")
+        for number, bad in enumerate(skipped[self._num_skipped :], self._num_skipped):
+            if number < _NUM_NAMED:
+                self._display.log(f"step {bad.step + 1}  skipped {bad.name}")
+            self._record.event("skipped", f"step {bad.step + 1}: sample left out: {bad.name}")
+        for found in not_finite[self._num_not_finite :]:
+            self._display.log(f"step {found.step + 1}  skipped  {found.headline}")
+            self._record.event("skipped", f"step {found.step + 1}: skipped: {found.headline}")
+        self._num_caveats, self._num_skipped, self._num_not_finite = len(trainer.caveats), len(skipped), len(not_finite)
+
+    def _settle(self) -> None:
+        """Wait for the device, and count the wait as training, before something else begins."""
+        self._record.pause()
+        self._throughput.stop()
+        self.trainer.settle()
+        self._report()
