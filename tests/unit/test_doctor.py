@@ -343,7 +343,7 @@ print(_model_facts(load_task("t.py"))["weight_bytes"], "torch._dynamo" in sys.mo
 
 def test_a_task_that_fails_or_takes_long_is_reported(tmp_path):
     file = tmp_path / "t.py"
-    file.write_text("1 / 0\n")
+    file.write_text("task = 1 / 0\n")
     with pytest.raises(ConfigurationError, match="ZeroDivisionError"):
         machine.read_task(str(file), Plan(2))
     file.write_text(TASK.replace("lambda: torch.nn.Seq", "lambda: __import__('time').sleep(60) or torch.nn.Seq"))
