@@ -312,5 +312,5 @@ def test_the_command_prints_the_metrics(tmp_path):
     done = run_lockstep("evaluate", mine, folder, env=os.environ)
     assert (done.code, done.err) == (
         2,
-        f"lockstep: {mine} is not a checkpoint.\nName it first: lockstep evaluate {folder} {mine}\n",
+        f"lockstep: {mine} is not a checkpoint.\nName the checkpoint first: lockstep evaluate CHECKPOINT {mine}\n",
     )

@@ -260,9 +260,17 @@ def _train_here(task_file: str, settings: FitSettings) -> int:
     return fit_with(load_task(task_file), settings).exit_code
 
 
+def _not_a_task(_context: click.Context, _parameter: click.Parameter, checkpoint: str) -> str:
+    if checkpoint.endswith(".py"):
+        raise ConfigurationError(
+            f"{checkpoint} is not a checkpoint.\nName the checkpoint first: lockstep evaluate CHECKPOINT {checkpoint}"
+        )
+    return checkpoint
+
+
 @command()
-@click.argument("checkpoint")
-@click.argument("task_file", metavar="TASK.py")
+@click.argument("checkpoint", callback=_not_a_task)
+@takes_task
 @click.option("--best", is_flag=True, help="Of a run, the checkpoint that --keep-best has kept; default: the newest.")
 @settings_options(FitSettings, "devices", "global_batch_size", "precision", "workers", "reproducible")
 def evaluate(checkpoint: str, task_file: str, best: bool, devices: int | None, **how: Any) -> int:
@@ -277,10 +285,6 @@ def evaluate(checkpoint: str, task_file: str, best: bool, devices: int | None, *
           the best one, on two devices
       lockstep evaluate weights.safetensors examples/digits.py --precision bf16
     """
-    if checkpoint.endswith(".py"):
-        raise ConfigurationError(
-            f"{checkpoint} is not a checkpoint.\nName it first: lockstep evaluate {task_file} {checkpoint}"
-        )
     fork_server.start()
     fork_server.import_modules(["lockstep.train.fit"])
     from lockstep.train import inference
