@@ -113,13 +113,9 @@ class Run:
         task = prepare(task, world)
         self._task, self._settings, self._world = task, settings, world
         self._signals, self._checkpoints = signals, checkpoints
-        stopping = (
-            [] if settings.early_stopping is None else [EarlyStopping(settings.early_stopping, settings.patience or 5)]
-        )
-        self._callbacks, self._monitor = (
-            Callbacks([*stopping, *task.callbacks]),
-            Monitor.of(settings.keep_best or "loss"),
-        )
+        self._monitor = Monitor.of(settings.keep_best or "loss")
+        stopping = EarlyStopping(settings.early_stopping or "loss", settings.patience or 5)
+        self._callbacks = Callbacks([stopping] * (settings.early_stopping is not None) + [*task.callbacks])
         # The steps after which callbacks of this rank have asked for something, see `request`.
         self._asked: dict[str, int] = {}
         self._saves_after: int | None = None
@@ -128,17 +124,7 @@ class Run:
             check_export(Path(settings.export))
         devices = devices_of(settings, world)
         self.trainer = trainer = Trainer(task, settings, world, strategy=settings.strategy, devices=devices)
-        self._evaluator = None
-        if task.eval_dataset is not None:
-            inference = functools.partial(Inference.of, trainer)
-            self._evaluator = Evaluator(task, inference, build_dataset(task, evaluation=True))
-        # Each rank computes the order of samples from its own length: with another length the batches would differ.
-        check = functools.partial(check_same_data, how=trainer.loading, group=trainer.group, device=trainer.device)
-        check(trainer.samples, "dataset", seed=settings.seed, epochs=having_epochs(trainer.samples))
-        if self._evaluator is not None:
-            check(self._evaluator.samples, "eval_dataset", seed=settings.seed)
-            if not world.is_late:
-                self._evaluator.try_out()
+        self._evaluator = self._open_evaluator()
         self._evaluations: list[Evaluation] = []
         self._best: Evaluation | None = None
         self._checkpoint: Place | None = None
@@ -152,6 +138,8 @@ class Run:
             "check": trainer.check_replicas,
             "compare": lambda: self._record.compare_ranks(self._stragglers),
             "evaluate": self.evaluate,
+            "on_evaluation": lambda: self._call("on_evaluation"),
+            "grant": self._grant,
             "save": self.save,
         }
         # Without a folder for checkpoints a stopped run could not save.
@@ -170,17 +158,10 @@ class Run:
         self._first_step = trainer.num_steps_done
         # A resumed run may have done more steps than it is now asked for.
         self.num_steps = max(trainer.plan.num_steps, self._first_step)
-        # A rank that takes the place of a lost one gets the state here.
-        self._recovery: Recovery | None = None
         averaging = trainer.strategy.averaging
-        # Where all ranks write a checkpoint, the part of a lost one may be missing: they restart from the one before.
-        if trainer.can_reconnect and (checkpoints is None or averaging is None):
-            recovery = Recovery(world, trainer=trainer, run=self, doing=self._doing, exchanging=averaging)
-            if recovery.is_active:
-                if is_late:
-                    self._find_recovered()
-                self._recovery, recovery.on_rejoined = recovery, self._rejoined
-                trainer.before_update = recovery.before_update if averaging is None else bool
+        self._recovery = self._open_recovery(
+            is_late=is_late
+        )  # a rank that takes the place of a lost one gets the state
         if is_late and checkpoints is not None:
             checkpoints.lead()  # a spare was not rank zero before
         self._leads = world.is_rank_zero
@@ -193,9 +174,41 @@ class Run:
         self._report()
         self._record.deliver(None if settings.quiet else self._display)
         self._callbacks.given.insert(0, self._record)  # of which the live view and the sinks get their figures
-        self._call("on_start", agrees=not is_late)
+        self._call("on_start")
+        if not is_late and self._callbacks.have("on_start"):
+            self._due.insert(0, "grant")
         if is_late and averaging is not None and averaging.exchange():  # the one that the others are in
             self._find_due(checks=trainer.is_check_due, compares=False)
+
+    def _open_evaluator(self) -> Evaluator | None:
+        """Check that all ranks have the same data, and try the evaluation, if there is one. Collective: every rank."""
+        task, trainer, seed = self._task, self.trainer, self._settings.seed
+        # Each rank computes the order of samples from its own length: with another length the batches would differ.
+        check = functools.partial(check_same_data, how=trainer.loading, group=trainer.group, device=trainer.device)
+        check(trainer.samples, "dataset", seed=seed, epochs=having_epochs(trainer.samples))
+        if task.eval_dataset is None:
+            return None
+        samples = build_dataset(task, evaluation=True)
+        evaluator = Evaluator(task, functools.partial(Inference.of, trainer), samples)
+        check(samples, "eval_dataset", seed=seed)
+        if not self._world.is_late:
+            evaluator.try_out()
+        return evaluator
+
+    def _open_recovery(self, *, is_late: bool) -> Recovery | None:
+        """Return what lets the run go on when a rank is lost, if it can."""
+        trainer, averaging = self.trainer, self.trainer.strategy.averaging
+        # Where all ranks write a checkpoint, the part of a lost one may be missing: they restart from the one before.
+        if not trainer.can_reconnect or (self._checkpoints is not None and averaging is not None):
+            return None
+        recovery = Recovery(self._world, trainer=trainer, run=self, doing=self._doing, exchanging=averaging)
+        if not recovery.is_active:
+            return None
+        if is_late:
+            self._find_recovered()
+        recovery.on_rejoined = self._rejoined
+        trainer.before_update = recovery.before_update if averaging is None else bool
+        return recovery
 
     def _show_plan(self, lines: list[str]) -> None:
         """Print what the run will do, ``lines``, and where its figures go."""
@@ -280,6 +293,10 @@ class Run:
             self._due.pop(0)
             if due == "evaluate" and self.has_new_best and "save" not in self._due:
                 self._due.insert(0, "save")
+            # Not with the evaluation, which is done again if a rank is lost in it.
+            follows = {"evaluate": "on_evaluation", "on_evaluation": "grant"}.get(due)
+            if follows is not None and self._evaluator is not None and self._callbacks.have("on_evaluation"):
+                self._due.insert(0, follows)
             return
         with around(self.trainer.num_steps_done + 1):
             self.step()
@@ -299,7 +316,7 @@ class Run:
         self.stops, failed, ends, saves = trainer.reported()
         granted_after = self.num_steps_done + trainer.reports_in
         if ends:
-            self.num_steps = min(self.num_steps, granted_after)
+            self._end_after(granted_after)
         if saves:
             self._saves_after = granted_after
         self._due = ["agree"] * failed
@@ -320,8 +337,8 @@ class Run:
         """The model without wrappers; with fsdp, with the shards of this rank."""
         return self.trainer.module if self._final is None else self._final
 
-    def _call(self, point: str, *, agrees: bool = True) -> None:
-        """Call the method ``point`` of the callbacks. Collective if it is not that after a step: every rank."""
+    def _call(self, point: str) -> None:
+        """Call the method ``point`` of the callbacks. What it asks for is done by `_grant`, or with the next steps."""
         if not self._callbacks.have(point):
             return
         made, world = self._evaluations, self._world
@@ -340,10 +357,6 @@ class Run:
             _run=self,
         )
         self._callbacks.call(point, view)
-        if point != "on_step_end" and agrees:
-            mine, self._asked = list(self._asked), {}
-            ranks = all_gather_object(mine, group=world.group, device=world.device)
-            self._grant({verb for asked in ranks for verb in asked})
 
     def request(self, verb: str, why: str = "") -> None:
         """Ask all ranks, for a callback of this one, to ``stop`` or to ``save``; see `RunView`.
@@ -367,11 +380,19 @@ class Run:
         stop, save = (self._asked.get(verb, -1) >= since for verb in ("stop", "save"))
         return stop, save
 
-    def _grant(self, verbs: set[str]) -> None:
-        """Do what a callback has asked for now, after what is due already."""
-        done = self.num_steps_done
+    def _end_after(self, step: int) -> None:
+        """End the run after this step, as a callback has asked for it."""
+        if "stop" not in self._asked and step < self.num_steps:
+            self._log("remark", "stopped early: a callback of another rank has asked for it")
+        self.num_steps = min(self.num_steps, step)
+
+    def _grant(self) -> None:
+        """Do what callbacks of any rank have asked for, after what is due already. Collective: every rank."""
+        done, world = self.num_steps_done, self._world
+        verbs = set().union(*all_gather_object(list(self._asked), group=world.group, device=world.device))
         if "stop" in verbs:
-            self.num_steps = done
+            self._end_after(done)
+        self._asked = {}
         is_measured = self._evaluator is None or (bool(self._evaluations) and self._evaluations[-1].step == done)
         wanted = ["evaluate"] * ("stop" in verbs and not is_measured) + ["save"] * bool(verbs)
         self._due += [each for each in wanted if each not in self._due]
@@ -456,7 +477,6 @@ class Run:
         epoch = "" if per_epoch is None else f"epoch {found.step / per_epoch:.1f}  "
         self._display.log(f"{epoch}step {found.step}/{self.num_steps}  {text}")
         self._record.event("evaluation", text, found.metrics)
-        self._call("on_evaluation")
 
     def save(self, *, owes_evaluation: bool = False) -> None:
         """Start to write a checkpoint, if there is a folder and the same state has not been saved.
@@ -493,6 +513,7 @@ class Run:
             if self._checkpoint not in (None, self._announced):
                 self._announced = self._checkpoint
                 self._call("on_checkpoint")
+                self._due.insert(1, "grant")  # after the save, in which this one is announced
 
     def _end(self) -> None:
         """Take the weights that `fit` returns, and call ``on_end``. Collective: every rank."""
@@ -501,7 +522,7 @@ class Run:
         if self._settings.load_best and checkpoints is not None and not self.stops:
             self.trainer.load_weights(checkpoints.load_best())
         if is_first:  # else a rank was lost after that
-            self._call("on_end", agrees=False)
+            self._call("on_end")
 
     def stop(self) -> FitResult:
         """Save, and return the result so far.
