@@ -80,7 +80,7 @@ def ranks_of(workload: Workload, world: World, control: dist.ProcessGroup) -> Ra
 def fit_run(task: lockstep.Task, world: World, **settings: Any) -> Run:
     """Return a run of `lockstep.fit` whose steps somebody else calls. Collective: every rank."""
     chosen = FitSettings(**{"strategy": "ddp", "steps": 1_000_000, "quiet": True, **settings})
-    return Run(task, chosen, world, StopSignals(saves=False, rank=world.rank), None, None)
+    return Run(task, chosen, world, StopSignals(saves=False, rank=world.rank), None)
 
 
 def by_fit(workload: Workload, ranks: Ranks, world: World) -> tuple[Run, Step]:

@@ -208,5 +208,5 @@ def test_loader_processes_use_the_threads_of_the_mode():
     )
     for threads, workers in ((2, 0), (2, 1), (3, 1)):
         lockstep.fit(task, strategy="single", steps=1, reproducible=2, threads=threads, workers=workers, quiet=True)
-        assert seen == [threads] * 16
+        assert seen == [threads] * 20  # the trial of the evaluation has a batch of 4
         seen.clear()

@@ -148,9 +148,12 @@ class Samples(Dataset):
         lose(f"sample{index}")
         return self.inputs[index], self.labels[index]
 
+trained = []
+
 class Adam(torch.optim.AdamW):
     num_steps = 0
     def step(self, closure=None):
+        trained.append(1)
         lose(f"before{self.num_steps}")
         super().step(closure)
         lose(f"after{self.num_steps}")
@@ -158,7 +161,7 @@ class Adam(torch.optim.AdamW):
 
 def loss(model, batch):
     inputs, labels = batch
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() and trained:  # not in the trial before
         lose("evaluation")
     value = nn.functional.cross_entropy(model(inputs), labels)
     if value.requires_grad:

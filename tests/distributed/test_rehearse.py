@@ -190,6 +190,7 @@ def test_a_strategy_without_ranks_is_refused(monkeypatch, tmp_path, capsys):
     from lockstep.launcher.bootstrap import RANK_SETUP
 
     monkeypatch.setenv(RANK_SETUP, "[]")
+    (tmp_path / "task.py").write_text("from tests.training import make_task\ntask = make_task()\n")
     assert main(["train", str(tmp_path / "task.py"), "--strategy", "dp"]) != 0
     assert "Faults are injected in ranks, and strategy dp in one process starts no ranks." in capsys.readouterr().err
 

@@ -279,7 +279,7 @@ def test_without_a_folder_to_save_to_a_signal_ends_the_run_and_says_so(start, tm
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGTERM
-    assert without_loss(err) == NOT_SAVED.format("SIGTERM", 2, 5)
+    assert without_loss(err) == NOT_SAVED.format("SIGTERM", 1, 5)
 
 
 def test_handlers_of_ones_own_are_left_alone_and_children_have_those_of_before(tmp_path):

@@ -347,7 +347,7 @@ def test_a_stop_is_seen_on_all_ranks_after_the_next_step(on_sim):
         loop.close()
         return soon, seen
 
-    assert on_sim(2)(run) == [((False, False), (True, False))] * 2
+    assert on_sim(2)(run) == [([False] * 4, [True, False, False, False])] * 2
 
 
 class Unreadable(torch.utils.data.Dataset):

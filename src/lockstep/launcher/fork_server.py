@@ -291,7 +291,7 @@ def serve(connection: socket.socket) -> list[str]:
             reply = descriptors.pop()
             take_place(request, descriptors)
             for number, handler in handlers.items():
-                is_default = handler == signal.SIG_DFL and number == signal.SIGINT
+                is_default = handler in (signal.SIG_DFL, end_early) and number == signal.SIGINT
                 signal.signal(number, signal.default_int_handler if is_default else handler)
             if (threads := os.environ.get("OMP_NUM_THREADS", "")) != environ.get("OMP_NUM_THREADS", ""):
                 _set_num_threads(threads)
