@@ -119,12 +119,12 @@ def limit(names: Sequence[str], rate: str) -> None:
         subprocess.run(["tc", "-n", name, *words, "latency", "100ms"], check=True, timeout=20)
 
 
-def run_job(names: Sequence[str], *words: str) -> None:
-    """Run `lockstep WORDS` as a job with a rank on each machine; each has memory and processes of its own."""
+def run_job(names: Sequence[str], *words: str, module: str = "lockstep") -> None:
+    """Run `python -m MODULE WORDS` as a job with a rank on each machine; each has memory and processes of its own."""
     processes = []
     for index, name in enumerate(names):
         where = ["--nnodes", str(len(names)), "--node-rank", str(index), "--master-addr", "10.79.0.1", "--devices", "1"]
-        command = [sys.executable, "-m", "lockstep", "run", *where, "-m", "lockstep", *words]
+        command = [sys.executable, "-m", "lockstep", "run", *where, "-m", module, *words]
         inside = ["ip", "netns", "exec", name, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
         core = str(index % (os.cpu_count() or 1))
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}

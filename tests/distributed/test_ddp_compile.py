@@ -91,11 +91,12 @@ def overlap_compiled(world, inside, which):
     oracle = copy.deepcopy(bare)
     wrap = lockstep.DistributedDataParallel if which == "ours" else torch.nn.parallel.DistributedDataParallel
     cap_mb = 1
+    whole = which == "ours"  # torch's class refuses it
     if inside:
-        wrapper = model = wrap(torch.compile(bare, backend=counter), bucket_cap_mb=cap_mb)
+        wrapper = model = wrap(torch.compile(bare, backend=counter, fullgraph=whole), bucket_cap_mb=cap_mb)
     else:
         wrapper = wrap(bare, bucket_cap_mb=cap_mb)
-        model = torch.compile(wrapper, backend=counter)
+        model = torch.compile(wrapper, backend=counter, fullgraph=whole)
     missing = []
     if which == "ours":
         wrapper.reducer.observers.append(Launches(bare, missing))
@@ -112,7 +113,10 @@ def overlap_compiled(world, inside, which):
 
 @pytest.mark.parametrize("inside", [False, *soak([True])])
 def test_buckets_leave_while_a_compiled_backward_runs(ranks, inside):
-    """Graphs are cut as for torch's class, so the first bucket leaves when gradients of others are still to come."""
+    """Graphs are cut as for torch's class, so the first bucket leaves when gradients of others are still to come.
+
+    With ``fullgraph=True``, too: what was traced as one graph is cut before it is compiled.
+    """
     (theirs, _), _ = ranks(2, warnings="ignore")(overlap_compiled, inside, "torch", timeout=110)
     for num_graphs, missing in ranks(2, warnings="ignore")(overlap_compiled, inside, "ours", timeout=110):
         assert num_graphs == theirs > 1
