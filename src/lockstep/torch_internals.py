@@ -617,3 +617,15 @@ def numpy_default() -> tuple[Any, str, Any]:
     Without the name, `verify` does not see what they draw. Seen in NumPy 2.4.
     """
     return np.random.mtrand, "_rand", getattr(np.random.get_state, "__self__", np.random.RandomState())
+
+
+# --- torchmetrics -----------------------------------------------------------------------------------------------------
+
+
+def averaged_states(metric: Any) -> set[str]:
+    """Return the names of the states of a metric that are averaged over processes.
+
+    Without the attribute: none, so that each rank has the same weight in them. Seen in torchmetrics 1.9.
+    """
+    reductions: dict[str, Any] = getattr(metric, "_reductions", {})
+    return {name for name, reduce in reductions.items() if getattr(reduce, "__name__", "") == "dim_zero_mean"}

@@ -1,7 +1,9 @@
 """Metrics of torchmetrics, streams for evaluation, `evaluate` and `predict`: each sample counts once, on any ranks."""
 
 import os
+import random
 
+import numpy as np
 import pytest
 import torch
 import torchmetrics
@@ -12,6 +14,7 @@ from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, Multicl
 
 import lockstep
 from lockstep.errors import ConfigurationError
+from lockstep.train.evaluate import Evaluator
 from tests.distributed.commands import lockstep as run_lockstep
 from tests.training import make_task
 
@@ -178,6 +181,113 @@ def test_the_trial_changes_nothing_of_the_run():
     assert all(torch.equal(value, not_tried[name]) for name, value in tried.items())
 
 
+def test_the_trial_leaves_the_random_state(monkeypatch):
+    def states():
+        return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+    def watched(self):
+        before = states()
+        try_out(self)
+        kept.append(states() == before)
+
+    kept, try_out = [], Evaluator.try_out
+    monkeypatch.setattr(Evaluator, "try_out", watched)
+    lockstep.fit(task_of(31, metrics=None), steps=1, quiet=True)
+    assert kept == [True]
+
+
+class OwnMean(torchmetrics.Metric):
+    """A state that torchmetrics averages over processes: it is a mean over the samples of each."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("mean", torch.zeros(()), dist_reduce_fx="mean")
+        self.add_state("count", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, values):
+        total = self.mean * self.count + values.sum()
+        self.count = self.count + len(values)
+        self.mean = total / self.count
+
+    def compute(self):
+        return self.mean
+
+
+@pytest.mark.parametrize("reproducible", [None, 4])
+def test_a_mean_over_parts_is_weighted_by_their_samples(ranks, reproducible):
+    def run(world):
+        own, usual = OwnMean(), torchmetrics.MeanMetric()
+
+        def measure(model, batch):
+            for metric in (own, usual):
+                metric.update(batch[0][:, 0])
+            return {"own": own, "usual": usual}
+
+        return lockstep.fit(task_of(10, metrics=measure), steps=1, reproducible=reproducible, quiet=True).metrics
+
+    expected = data(10).tensors[0][:, 0].mean().item()
+    for found in ranks(3, warnings="ignore")(run):
+        assert found["own"] == pytest.approx(expected, rel=1e-5)
+        assert found["usual"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_metric_that_needs_more_samples_than_a_batch_is_taken():
+    r2 = torchmetrics.R2Score()
+
+    def measure(model, batch):
+        r2.update(model(batch[0])[:, 0], batch[1].double())
+        return {"r2": r2}
+
+    task = task_of(10, metrics=measure, model=lambda: nn.Linear(6, NUM_CLASSES, dtype=torch.float64))
+    result = lockstep.fit(task, steps=1, global_batch_size=1, quiet=True)
+    assert list(result.metrics) == ["loss", "r2"]
+
+
+class Elsewhere(torchmetrics.SumMetric):
+    """A metric that seems to be on another device until it is moved."""
+
+    place = "meta"
+
+    @property
+    def device(self):
+        return torch.device(self.place)
+
+    def to(self, device):
+        self.place = device.type
+        return self
+
+    def update(self, values):
+        if self.place != "cpu":
+            raise RuntimeError("Expected all tensors to be on the same device")
+        super().update(values)
+
+
+@pytest.mark.parametrize("tries", [True, False])  # a rank that takes the place of a lost one tries it out later
+def test_metrics_move_to_the_device(monkeypatch, tries):
+    here, there, others = torchmetrics.SumMetric(), Elsewhere(), torchmetrics.MetricCollection([Elsewhere()])
+
+    def measure(model, batch):
+        for metric in (here, there, others):
+            metric.update(torch.ones(len(batch[0])))
+        return {"here": here, "there": there, "others": others}
+
+    if not tries:
+        try_out = Evaluator.try_out
+        monkeypatch.setattr(Evaluator, "try_out", lambda self: try_out(self) if is_running else None)
+    is_running, run = [], Evaluator.run
+    monkeypatch.setattr(Evaluator, "run", lambda self: is_running.append(1) or run(self))
+    metrics = lockstep.fit(task_of(31, metrics=measure), steps=1, quiet=True).metrics
+    assert (metrics["here"], metrics["there"], metrics["Elsewhere"]) == (31, 31, 31)
+
+
+def test_an_error_of_the_metrics_is_raised():
+    def fail(model, batch):
+        raise RuntimeError("on purpose")
+
+    with pytest.raises(RuntimeError, match=r"^on purpose$"):
+        lockstep.fit(task_of(31, metrics=fail), steps=1, quiet=True)
+
+
 class Stream(IterableDataset):
     """A stream that would skip samples in loader processes, as many do."""
 
@@ -209,6 +319,37 @@ def test_a_stream_has_the_same_bits_on_any_number_of_devices_if_reproducible(ran
     expected = ranks(1, warnings="ignore")(run)[0]
     for found in ranks(2, warnings="ignore")(run):
         assert found == expected
+
+
+class Counting(nn.Linear):
+    """A model that depends on how often it was called."""
+
+    def __init__(self):
+        super().__init__(6, NUM_CLASSES, dtype=torch.float64)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, inputs):
+        self.calls += 1
+        return super().forward(inputs) * self.calls
+
+
+def test_buffers_that_an_evaluation_changes_leave_the_bits_of_a_stream_alone(ranks):
+    def run(world):
+        task = task_of(31, eval_dataset=lambda: Stream(31), model=Counting, metrics=accuracy_alone)
+        return lockstep.fit(task, steps=1, reproducible=3, quiet=True).metrics
+
+    (alone,) = ranks(1, warnings="ignore")(run)
+    assert ranks(3, warnings="ignore")(run) == [alone] * 3  # each has one of the shards, which take turns on one
+
+
+def test_ranks_with_different_streams_raise_an_error(ranks):
+    def run(world):
+        with pytest.raises(ConfigurationError) as error:
+            lockstep.fit(task_of(31, eval_dataset=lambda: Stream(30 + world.rank)), steps=1, quiet=True)
+        return str(error.value).splitlines()[0]
+
+    text = "Task.eval_dataset gave different samples on rank 1 than on rank 0, in step 0."
+    assert ranks(2, warnings="ignore")(run) == [text] * 2
 
 
 def test_an_empty_stream_is_named():

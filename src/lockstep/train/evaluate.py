@@ -3,7 +3,9 @@
 import base64
 import io
 import math
+import random
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,18 +14,21 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, Subset
 
-from lockstep.accelerator import widest_dtype
+from lockstep.accelerator import default_device, widest_dtype
 from lockstep.comm.collectives import Group, all_gather_object, broadcast_coalesced
 from lockstep.containers import map_tensors
+from lockstep.data.comparison import check_same_samples, checksum
 from lockstep.data.loader import BadSample, LoadOptions, MicroBatch, Request, load, to_device
 from lockstep.data.order import BatchSplit, mix, seed_cpu, seed_device
 from lockstep.data.stream import StreamOrder
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.reduction_tree import ReductionTree
+from lockstep.torch_internals import averaged_states
 from lockstep.train.settings import Settings
 from lockstep.train.skipping import BadSamples, BufferSnapshot
 from lockstep.train.step import Objective, autocast
@@ -92,22 +97,28 @@ class Inference:
         bad = BadSamples(skip=self.loading.skip_bad, device=self.device, group=group, num_samples=size, evaluation=True)
         buffers = BufferSnapshot(model)  # evaluation must not change the state of the model
         buffers.keep()
-        current, is_exact = None, self.settings.reproducible is not None
+        current, is_exact, read = None, self.settings.reproducible is not None, ""
         try:
             with in_eval_mode(model), self.arithmetic.applied(), torch.no_grad():
                 for batch in self._batches(samples):
                     bad.add(batch)
+                    if batch.note is not None:
+                        read = checksum([read, batch.note.checksum])
                     if not batch.batches:
                         continue
                     number = batch.numbers[0] if is_exact else self.numbers[0]
-                    if number != current:  # each part starts with the same buffers, on any rank
+                    # Each part starts with the same buffers, on any rank; those of a stream take turns on some ranks.
+                    begun = number, batch.step if is_exact and size is None else 0
+                    if begun != current:
                         buffers.restore()
-                        current = number
+                        current = begun
                     act(number, batch)
         finally:
             buffers.restore()
         # Not in the loop, because the ranks have different numbers of batches.
         bad.exchange()
+        if size is None:
+            check_same_samples(read, "eval_dataset", 0, group=group, device=self.device)
         return bad.skipped
 
     def alone(self) -> Self:
@@ -150,10 +161,11 @@ class Inference:
 
 
 def _one_by_one(order: StreamOrder, stream: Any, split: BatchSplit, how: LoadOptions) -> Iterator[MicroBatch]:
-    """Yield the micro-batches of a stream with one share each."""
+    """Yield the micro-batches of a stream with one share each, after one without any that has the note."""
     for micro in order.load(stream, split, how, 0, None):
+        yield micro._replace(numbers=[], samples=[], batches=[])
         for number, samples, batch in zip(micro.numbers, micro.samples, micro.batches, strict=True):
-            yield micro._replace(numbers=[number], samples=[samples], batches=[batch])
+            yield micro._replace(numbers=[number], samples=[samples], batches=[batch], note=None)
 
 
 @dataclass
@@ -194,26 +206,34 @@ class Evaluator:
             ConfigurationError: A metric is neither a tensor with one value for each sample, a `Loss`, nor a metric of
                 torchmetrics with one number.
         """
+        if not self.metrics.are_known:  # of a rank that takes the place of a lost one
+            self.try_out()
         return self._run(self.inference(), self.samples)
 
     def try_out(self) -> None:
         """Evaluate the first batch on every rank, so that what is wrong is found before the training.
+
+        Model, metrics and random state are unchanged afterwards.
 
         Collective with fsdp: every rank. Blocks.
 
         Raises:
             ConfigurationError: As for `run`.
         """
-        how = self.inference().alone()
-        is_stream, size = isinstance(self.samples, IterableDataset), how.batch_size
-        first = _First(self.samples, size) if is_stream else Subset(self.samples, range(min(size, len(self.samples))))
-        self._run(how, first)
+        self.metrics.are_known = True
+        with random_state_restored():
+            how = self.inference().alone()
+            is_stream, size = isinstance(self.samples, IterableDataset), how.batch_size
+            first = (
+                _First(self.samples, size) if is_stream else Subset(self.samples, range(min(size, len(self.samples))))
+            )
+            self._run(how, first, is_trial=True)
 
-    def _run(self, how: Inference, samples: Any) -> dict[str, float]:
+    def _run(self, how: Inference, samples: Any, *, is_trial: bool = False) -> dict[str, float]:
         sums: dict[int, dict[str, Tensor]] = {number: {} for number in how.numbers}
 
         def act(number: int, micro: MicroBatch) -> None:
-            self.metrics.begin(number)
+            self.metrics.begin(number, micro.sizes[0])
             part = sums[number]
             for name, value in self._measure(how, micro).items():
                 part[name] = part[name] + value if name in part else value
@@ -222,7 +242,7 @@ class Evaluator:
         mine = [{name: pair.tolist() for name, pair in part.items()} for part in sums.values()], self.metrics.end()
         ranks: list[Any] = [mine] if how.group is None else all_gather_object(mine, group=how.group, device=how.device)
         means = _means([part for parts, _ in ranks for part in parts])
-        return means | self.metrics.compute([each for _, found in ranks for each in found])
+        return means | self.metrics.compute([each for _, found in ranks for each in found], is_trial=is_trial)
 
     def _measure(self, how: Inference, micro: MicroBatch) -> dict[str, Tensor]:
         """Return total and count of the loss and of each metric; of those of torchmetrics the states are kept."""
@@ -241,7 +261,7 @@ class Evaluator:
         if self.task.metrics is None:
             return sums
         with autocast(precision, how.device):
-            metrics = self.task.metrics(model, batch)
+            metrics = self.metrics.measure(self.task.metrics, model, batch, how.device)
         for name, value in metrics.items():
             if self.metrics.take(name, value):
                 continue
@@ -269,6 +289,27 @@ class _MetricStates:
         self._metrics: dict[str, Any] = {}
         self._part: int | None = None
         self._kept: dict[int, dict[str, dict[str, Any]]] = {}
+        self._sizes: dict[int, int] = {}  # samples of each part
+        self.are_known = False
+
+    def measure(
+        self, function: Callable[..., Mapping[str, Any]], model: nn.Module, batch: Any, device: torch.device
+    ) -> Mapping[str, Any]:
+        """Return the task's metrics of ``batch``, after those of torchmetrics on another device have moved to it."""
+        try:
+            return function(model, batch)
+        except RuntimeError as error:
+            torchmetrics: Any = sys.modules.get("torchmetrics")
+            if torchmetrics is None:
+                raise
+            # They are known only when they are returned. Before that, they are seen where the error was raised.
+            seen = [value for frame, _ in traceback.walk_tb(error.__traceback__) for value in frame.f_locals.values()]
+            elsewhere = [each for each in seen if isinstance(each, torchmetrics.Metric) and each.device != device]
+            if not elsewhere:
+                raise
+        for each in elsewhere:
+            each.to(device)
+        return self.measure(function, model, batch, device)
 
     def take(self, name: str, value: Any) -> bool:
         """Return whether ``value`` is a metric, or several; then it belongs to the evaluation."""
@@ -281,8 +322,9 @@ class _MetricStates:
             return False
         return True
 
-    def begin(self, part: int) -> None:
-        """Go on with the states of ``part``."""
+    def begin(self, part: int, size: int = 0) -> None:
+        """Go on with the states of ``part``, and ``size`` more samples."""
+        self._sizes[part] = self._sizes.get(part, 0) + size
         if part == self._part:
             return
         if self._part is not None:
@@ -298,15 +340,16 @@ class _MetricStates:
     def end(self) -> list[str]:
         """Reset the metrics; return their states in each part of this rank, as text that can be sent."""
         self.begin(-1)
-        texts, kept, self._kept, self._part = [], self._kept, {}, None
-        for _, states in sorted(kept.items()):
+        texts, kept, sizes = [], self._kept, self._sizes
+        self._kept, self._sizes, self._part = {}, {}, None
+        for part, states in sorted(kept.items()):
             file = io.BytesIO()
-            torch.save(map_tensors(states, lambda tensor: tensor.detach().cpu()), file)
+            torch.save((sizes[part], map_tensors(states, lambda tensor: tensor.detach().cpu())), file)
             texts.append(base64.b64encode(file.getvalue()).decode())
         return texts
 
-    def compute(self, texts: Sequence[str]) -> dict[str, float]:
-        """Return the metrics, by name, of the states of all parts in their order.
+    def compute(self, texts: Sequence[str], *, is_trial: bool) -> dict[str, float]:
+        """Return the metrics, by name, of the states of all parts in their order; in a trial, those that have enough.
 
         Raises:
             ConfigurationError: One is not a single number, or its states cannot be combined.
@@ -314,13 +357,18 @@ class _MetricStates:
         parts = [torch.load(io.BytesIO(base64.b64decode(text))) for text in texts]
         found = {}
         for name, metric in self._metrics.items():
-            states = [part[name] for part in parts if name in part]
+            states = [(size, part[name]) for size, part in parts if name in part]
             if not metric.metric_state:
                 raise ConfigurationError(
                     f"The metric {name!r} is a {type(metric).__name__}, which keeps its states in other metrics.\n"
                     "Return these by name."
                 )
-            value = _combined(metric, states)
+            try:
+                value = _combined(metric, states)
+            except Exception:
+                if not is_trial:
+                    raise
+                continue  # it may need more samples than those of one batch
             if not (isinstance(value, Tensor) and value.numel() == 1):
                 raise ConfigurationError(
                     f"The metric {name!r} is a {type(metric).__name__} with more than one number.\n"
@@ -330,14 +378,18 @@ class _MetricStates:
         return found
 
 
-def _combined(metric: Any, states: Sequence[Mapping[str, Any]]) -> Any:
-    """Return what ``metric`` computes from several states, which it reduces as those of ranks."""
-    whole = metric.clone().cpu()
+def _combined(metric: Any, parts: Sequence[tuple[int, Mapping[str, Any]]]) -> Any:
+    """Return what ``metric`` computes from the states after parts of so many samples; it reduces them as of ranks."""
+    whole, states, averaged = metric.clone().cpu(), [state for _, state in parts], averaged_states(metric)
     gathered: dict[int, list[Tensor]] = {}
     for attribute, first in states[0].items():
         if isinstance(first, Tensor):
+            values = [state[attribute] for state in states]
+            if attribute in averaged:  # it would give each part the same weight
+                total = sum(size * value.double() for (size, _), value in zip(parts, values, strict=True))
+                values = [torch.as_tensor(total / sum(size for size, _ in parts)).to(first.dtype)]
             setattr(whole, attribute, first)
-            gathered[id(first)] = [state[attribute] for state in states]
+            gathered[id(first)] = values
         else:  # a list, of which the parts are the items
             setattr(whole, attribute, [tensor for state in states for tensor in state[attribute]])
     with warnings.catch_warnings():
@@ -347,6 +399,19 @@ def _combined(metric: Any, states: Sequence[Mapping[str, Any]]) -> Any:
         if not whole.sync_on_compute:
             whole.sync(whole.dist_sync_fn)
         return whole.compute()
+
+
+@contextmanager
+def random_state_restored() -> Iterator[None]:
+    """Restore the generators of Python, numpy, torch's CPU and the current device after the block."""
+    here = [torch.accelerator.current_device_index()] if torch.accelerator.is_available() else []
+    states = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(here, device_type=default_device().type):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
 
 
 @contextmanager
