@@ -77,6 +77,10 @@ class Shot:
 
 SHOTS = {
     "run": Shot("run --devices 2 train.py"),
+    "evaluate": Shot(
+        "evaluate runs/digits examples/digits.py --best --devices 2",
+        ("train examples/digits.py --devices 2 --epochs 4 --checkpoint runs/digits --keep-best accuracy:max",),
+    ),
     "compare": Shot("compare examples/digits.py --devices 2"),
     "tune": Shot("tune examples/digits.py --devices 2 --minutes 1"),
     "predict": Shot("predict examples/gpt.py --machines 4 --link 1Gb"),
