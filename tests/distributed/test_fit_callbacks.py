@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 
 import pytest
 import torch
@@ -261,6 +262,33 @@ def test_the_callers_own_objects_get_what_was_trained(devices):
             assert relative_error(changed.state_dict()[name], value) < 1e-12
 
 
+class Interrupted(Notes):
+    """Asks for the end, and gets a signal in the same step."""
+
+    def on_step_end(self, run):
+        super().on_step_end(run)
+        if run.step == 4 and self.at == ("step", 4):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_run_that_is_stopped_before_it_has_agreed_to_end_ends_at_the_same_step_when_resumed(tmp_path):
+    whole = noted(None, Notes("stop", ("step", 4)), tmp_path / "whole", "single")
+    stopped = noted(None, Interrupted("stop", ("step", 4)), tmp_path / "part", "single")
+    resumed = noted(None, Notes(), tmp_path / "part", "single")
+    assert (whole[0], stopped[0], resumed[0]) == (6, 4, 6)
+
+
+def test_a_run_may_be_resumed_with_another_metric_for_the_best(tmp_path):
+    def best(keep_best, steps, **changes):
+        task = make_task(eval_dataset=samples, **changes)
+        how = {"eval_every": 2, "checkpoint": tmp_path, "keep_best": keep_best, "quiet": True}
+        return lockstep.fit(task, steps=steps, **how).best.step
+
+    assert best(True, 4) == 2
+    fits = {"metrics": lambda model, batch: {"fit": (model(batch[0]) - batch[1]).square().mean(1)}}
+    assert best("fit:max", 8, **fits) == 8, "the error increases, and the run before had no such metric"
+
+
 LOST = """\
 import os, pathlib, signal, torch
 from torch import nn
@@ -268,19 +296,25 @@ import lockstep
 from tests.training import samples, network, mean_loss
 
 class Killer:
-    def on_step_end(self, run):
+    def lose(self, place):
         once = pathlib.Path(os.environ["ONCE"])
-        if os.environ.get("RANK") == "1" and run.step == int(os.environ["AT"]) and not once.exists():
+        if os.environ.get("RANK") == "1" and place == os.environ["AT"] and not once.exists():
             once.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+    def on_step_end(self, run):
+        self.lose(f"step{run.step}")
         self.seen = getattr(self, "seen", 0) + 1
+    def on_checkpoint(self, run):
+        self.lose(f"checkpoint{run.step}")
+        self.kept = [*getattr(self, "kept", []), run.found["step"]]
     def on_end(self, run):
         if run.is_rank_zero:
             print("seen", self.seen, run.step)
+            print("kept", *self.kept)
     def state_dict(self):
-        return {"seen": self.seen}
+        return {"seen": self.seen, "kept": getattr(self, "kept", [])}
     def load_state_dict(self, state):
-        self.seen = state["seen"]
+        self.seen, self.kept = state["seen"], state["kept"]
 
 task = lockstep.Task(
     model=network, dataset=samples, eval_dataset=lambda: samples(31), loss=mean_loss,
@@ -295,18 +329,21 @@ def test_a_lost_rank_changes_nothing_of_averages_early_stopping_and_callbacks(tm
     (tmp_path / "mine.py").write_text(LOST)
     how = "--epochs 30 --eval-every 2 --early-stopping loss --patience 2 --reproducible 4 --devices 2 --max-restarts 3"
     seen = []
-    for at in (99, 1, 6):
-        export = tmp_path / f"{at}.safetensors"
-        environ = {**os.environ, "ONCE": str(tmp_path / f"once-{at}"), "AT": str(at)}
-        done = run_lockstep("train", tmp_path / "mine.py", *how.split(), "--export", export, env=environ)
+    for at in ("", "step1", "step6", "checkpoint6"):
+        export = tmp_path / f"lost-{at}.safetensors"
+        environ = {**os.environ, "ONCE": str(tmp_path / f"once-{at}"), "AT": at}
+        kept = ["--checkpoint", tmp_path / f"kept-{at}", "--checkpoint-every", "3"]
+        done = run_lockstep("train", tmp_path / "mine.py", *how.split(), *kept, "--export", export, env=environ)
         assert done.code == 0, done.err
-        assert ("is back after" in done.err) == (at != 99), done.err
+        assert done.err.count("is back after") == bool(at) and "restart" not in done.err, done.err
         found = re.findall(r"seen (\d+) (\d+)", done.out)
-        seen.append((found, re.findall("stopped early: .*", done.out), export.read_bytes()))
-    assert seen[1] == seen[0] and seen[2] == seen[0]
+        announced = re.findall(r"kept [\d ]+", done.out)
+        seen.append((found, re.findall("stopped early: .*", done.out), announced, export.read_bytes()))
+    assert seen[1:] == [seen[0]] * 3
     ((calls, steps),) = seen[0][0]
     assert calls == steps and 8 < int(steps) < 90
     assert len(seen[0][1]) == 1
+    assert seen[0][2][0].startswith("kept 3 6 9 ")
 
 
 BROKEN = """\

@@ -35,10 +35,10 @@ class RunView:
 
     Each method of a callback is called on every rank, with the run as it is then: ``on_start`` before the first step,
     also of a resumed run; ``on_step_end`` after each step; ``on_evaluation`` after an evaluation; ``on_checkpoint``
-    when a checkpoint is complete on disk, which is before the next one is written or at the end; ``on_end`` when the
-    run is over, with the weights that `fit` returns. An error in one of them ends all ranks. A callback with
-    ``state_dict`` and ``load_state_dict`` is kept in checkpoints, with the state of rank zero; it continues in a
-    resumed run, and on a rank that takes the place of a lost one.
+    when a checkpoint is complete on disk, which is before the next one is written or at the end, also of the one that
+    the run was resumed from; ``on_end`` when the run is over, with the weights that `fit` returns. An error in one of
+    them ends all ranks. A callback with ``state_dict`` and ``load_state_dict`` is kept in checkpoints, with the state
+    of rank zero; it continues in a resumed run, and on a rank that takes the place of a lost one.
 
     Attributes:
         rank, world_size: Of this process. Write files on rank zero only.

@@ -45,7 +45,7 @@ _NUM_NAMED = 5
 # What a rank that takes the place of a lost one gets from another.
 _OF_RUN = (
     *("_due", "stops", "_has_evaluated", "_evaluations", "_best", "has_new_best"),
-    *("_checkpoint", "_saved", "_found", "_first_step", "num_steps", "_saves_after"),
+    *("_checkpoint", "_announced", "_saved", "_found", "_first_step", "num_steps", "_saves_after"),
 )
 
 # --- what rank zero prints -------------------------------------------------------------------------------------------
@@ -119,6 +119,7 @@ class Run:
         # The steps after which callbacks of this rank have asked for something, see `request`.
         self._asked: dict[str, int] = {}
         self._saves_after: int | None = None
+        self._ends_after: int | None = None  # of the run that is resumed
         self._last_step: StepRecord | None = None
         if settings.export is not None:
             check_export(Path(settings.export))
@@ -156,12 +157,12 @@ class Run:
         is_late = world.is_late  # and not after `Recovery`, which takes it into the job
         lines = [] if is_late else self._resume()
         self._first_step = trainer.num_steps_done
-        # A resumed run may have done more steps than it is now asked for.
-        self.num_steps = max(trainer.plan.num_steps, self._first_step)
+        # A resumed run may have done more steps than it is now asked for, or is about to end, as a callback has asked.
+        planned = trainer.plan.num_steps
+        self.num_steps = max(min(planned, self._ends_after or planned), self._first_step)
         averaging = trainer.strategy.averaging
-        self._recovery = self._open_recovery(
-            is_late=is_late
-        )  # a rank that takes the place of a lost one gets the state
+        # A rank that takes the place of a lost one gets the state here.
+        self._recovery = self._open_recovery(is_late=is_late)
         if is_late and checkpoints is not None:
             checkpoints.lead()  # a spare was not rank zero before
         self._leads = world.is_rank_zero
@@ -240,6 +241,7 @@ class Run:
             self._found = {"step": self.num_steps_done}
             self._best = None if state["best"] is None else Evaluation(**state["best"])
             self._callbacks.load_state_dict(state.get("callbacks", {}))
+            self._ends_after, self._saves_after = state.get("requested", (None, None))
             # A stopped run has saved without the evaluation that was due after the same step.
             self._due = ["evaluate"] * (state["owes_evaluation"] and self._evaluator is not None)
         return [f"passed over the checkpoint {why}" for why in self._checkpoints.passed_over]
@@ -468,7 +470,8 @@ class Run:
         self._evaluations.append(found)
         self.trainer.note_evaluation(found.metrics["loss"])
         score = self._monitor.score(found.metrics)
-        if self._best is None or score < self._monitor.score(self._best.metrics):
+        known = self._best is not None and self._monitor.name in self._best.metrics  # else of another metric
+        if self._best is None or not known or score < self._monitor.score(self._best.metrics):
             self._best, self.has_new_best = found, bool(self._settings.keep_best)
         text = f"evaluation: {'  '.join(f'{name} {value:.4f}' for name, value in found.metrics.items())}"
         if self._evaluator.skipped:
@@ -498,6 +501,8 @@ class Run:
         best = None if self._best is None else asdict(self._best)
         state = self.trainer.state_dict() | {"best": best, "owes_evaluation": owes_evaluation}
         state["callbacks"] = self._callbacks.state_dict()
+        is_ending = step < self.num_steps < self.trainer.plan.num_steps
+        state["requested"] = self.num_steps if is_ending else None, self._saves_after
         self._checkpoint = self._checkpoints.save(state, step=step, metrics=metrics)
         self._saved = (step, loss)
         self._found = {"step": step}
@@ -529,7 +534,11 @@ class Run:
 
         Collective: every rank. Blocks until the checkpoint is on disk.
         """
-        self.save(owes_evaluation=self._evaluator is not None and self.is_due(self._settings.eval_every))
+        owes_evaluation = self._evaluator is not None and self.is_due(self._settings.eval_every)
+        # What callbacks have asked for after the last steps has not been granted: the resumed run ends after two more.
+        asked = all_gather_object(self._asked.get("stop"), group=self._world.group, device=self._world.device)
+        self.num_steps = min([self.num_steps, *(step + 2 for step in asked if step is not None)])
+        self.save(owes_evaluation=owes_evaluation)
         self._complete_checkpoint()
         self._end()
         # Not every rank has received the signal.

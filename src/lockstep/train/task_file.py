@@ -7,6 +7,7 @@ import difflib
 import inspect
 import re
 import symtable
+import tokenize
 import types
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,7 +18,7 @@ from lockstep.errors import ConfigurationError
 
 # Ways to bind a name that the text does not show; then only an import tells.
 _HIDDEN = re.compile(
-    rb"import\s*\(?\s*\*|globals\(|locals\(|vars\(|exec\(|setattr\(|__getattr__|^\s+global ", re.MULTILINE
+    r"import\s*\(?\s*\*|globals\(|locals\(|vars\(|exec\(|setattr\(|__getattr__|^\s+global ", re.MULTILINE
 )
 _MADE = re.compile(r"^(\w+)\s*(?::.*)?=.*\bTask\(", re.MULTILINE)
 
@@ -41,14 +42,15 @@ def find_task(spec: str) -> tuple[Path, str]:
     if not path.is_file():
         kind = "is a folder" if path.is_dir() else "does not exist"
         raise ConfigurationError(f"{path} {kind}.\nName a Python file that has a lockstep.Task.")
-    source = path.read_bytes()
     try:
-        symbols = symtable.symtable(source, str(path), "exec").get_symbols()  # type: ignore[arg-type]  # bytes, too
+        with tokenize.open(path) as text:  # in its own encoding
+            source = text.read()
+        symbols = symtable.symtable(source, str(path), "exec").get_symbols()
     except (SyntaxError, ValueError):
         return path, name  # the import shows the line
     bound = {each.get_name() for each in symbols if each.is_assigned() or each.is_imported()}
     if name not in bound and not _HIDDEN.search(source):
-        made = _MADE.findall(source.decode("utf-8", "replace"))
+        made = _MADE.findall(source)
         raise without_task(path, name, made or ["task"] * ("task" in bound))
     return path, name
 

@@ -573,14 +573,14 @@ class SandboxedTask:
         self.built = model
         return model
 
-    def _optimizer(self, model: nn.Module) -> Optimizer:
+    def _optimizer(self, model: nn.Module) -> Any:
         if self._sandbox.experiment.is_sgd:
             return torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.01)
         with self._sandbox.rank_view():
             optimizer = call_optimizer(self._plain.optimizer, model)
         if isinstance(optimizer, Optimizer):
             optimizer.register_step_pre_hook(self._before_update)
-        return optimizer  # type: ignore[return-value]  # the loop's own error explains what is wrong
+        return optimizer  # if it is none, the loop's own error explains what is wrong
 
     def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
         """Set the rates of the single-process run, if the experiment requires it, and record the rates."""

@@ -519,7 +519,8 @@ class Checkpoints:
         self._clear()
         for each in to_remove(found, keep=self.keep, best=self.best, damaged=self._damaged):
             _remove_checkpoint(each.path)
-        if self.best is not None and (best := find_best(found, self.best)) is not None:
+        whole = [each for each in found if each.path not in self._damaged]
+        if self.best is not None and (best := find_best(whole, self.best)) is not None:
             about = {"checkpoint": best.path.name, "metric": self.best.name, "value": best.metrics[self.best.name]}
             storage.put_file(self.folder / _BEST, json.dumps(about).encode())
 
