@@ -114,10 +114,11 @@ def metadata(wheel):
 
 
 def install(wheel, folder):
-    """Return the programs of an environment with the wheel, and of other distributions only what it requires."""
-    programs = environment_with(folder, *metadata(wheel).get_all("Requires-Dist"))
+    """Return the programs of an environment with the wheel, and else only what its extra `examples` requires."""
+    required = metadata(wheel).get_all("Requires-Dist")
+    programs = environment_with(folder, *(text.removesuffix('; extra == "examples"') for text in required))
     options = ("--quiet", "--no-index", "--no-cache-dir", "--no-compile")
-    run(sys.executable, "-m", "pip", "--python", str(programs / "python"), "install", *options, str(wheel))
+    run(sys.executable, "-m", "pip", "--python", str(programs / "python"), "install", *options, f"{wheel}[examples]")
     return programs
 
 
@@ -215,8 +216,7 @@ def test_the_commands_of_the_readme(programs, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     told = re.findall(r"^\| `lockstep (\w+)(.*?)` \|", (REPO / "README.md").read_text(), re.MULTILINE)
     assert {command for command, _ in told} == {*SHORT}
-    recorded = "train task.py --devices 2 --run-dir run --epochs 1"
-    others = ["run --devices 2 script.py", "doctor --explain threads-too-many", "examples", "--version", recorded]
+    others = ["run --devices 2 script.py", "doctor --explain threads-too-many", "examples", "--version"]
     first = [f"{command}{rest} {SHORT[command]}" for command, rest in told if command != "report"] + others
 
     def lockstep_command(line):
@@ -229,6 +229,7 @@ def test_the_commands_of_the_readme(programs, tmp_path):
     assert f"shm 3.0 {programs.parent}/lib/" in printed["run --devices 2 script.py"]
     assert "examples/digits.py  " in printed["examples"]
     assert printed["--version"] == f"lockstep, version {lockstep.__version__}\n"
+    lockstep_command("train examples/digits.py --devices 2 --run-dir run --epochs 1")
     assert "page written to run/report.html" in lockstep_command("report RUN")
     assert {"compare.html", "predict.html", "run/report.html"} <= {
         path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.html")

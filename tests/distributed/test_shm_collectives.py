@@ -43,7 +43,7 @@ def in_rank_order(op, tensors):
             function = {ReduceOp.BAND: "bitwise_and", ReduceOp.BOR: "bitwise_or", ReduceOp.BXOR: "bitwise_xor"}[op]
             total = getattr(torch, function)(total, tensor)
     if op == ReduceOp.AVG:
-        total = total / len(tensors) if wide.is_floating_point else torch.div(total, len(tensors), rounding_mode="trunc")
+        total = torch.div(total, len(tensors), rounding_mode=None if tensors[0].dtype in FLOATS else "trunc")
     return total.to(tensors[0].dtype)
 
 
