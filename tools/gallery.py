@@ -90,6 +90,7 @@ SHOTS = {
         "rehearse examples/digits.py --devices 4 --quiet --inject kill:rank=2,step=20"
         " --max-restarts 1 --checkpoint runs/a --checkpoint-every 10"
     ),
+    "examples": Shot("examples mine"),
     "report-text": Shot(
         "report runs/digits", ("train examples/digits.py --devices 2 --epochs 4 --run-dir runs/digits",)
     ),

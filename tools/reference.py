@@ -1,7 +1,6 @@
 """The tables of the reference that are read from the source: settings, messages, error hints, names, findings."""
 
 import ast
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -67,9 +66,7 @@ def findings_sections() -> str:
     for section, checks in groupby(CHECKS, lambda check: check.function.__module__.rpartition(".")[2].capitalize()):
         lines += [f"## {section}", ""]
         for check in checks:
-            explanation = (inspect.getdoc(check.function) or "").replace("``", "`")
-            found = check.finding
-            lines += [f"### {found.kind}", explanation, "", f"{found.cost} {found.fix}", ""]
+            lines += [f"### {check.finding.kind}", check.explanation, ""]
     return "\n".join(lines)
 
 

@@ -1,17 +1,13 @@
 """What trains, and the proof on GPUs, where nothing is installed but torch, numpy and what `bench.gpu_proof` names."""
 
-import importlib.metadata
 import json
 import os
 import subprocess
-import sysconfig
-import venv
-from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
 
 from bench import gpu_proof, gpu_tests
+from tests.contract.environment import environment_with
 from tests.contract.tree import REPO
 from tests.models import soak
 
@@ -48,36 +44,18 @@ with lockstep.init(device="cpu") as world:
 """
 
 
-def distributions(*names):
-    """Yield the installed distributions of these names, and of all that they require."""
-    for name in names:
-        found = importlib.metadata.distribution(name)
-        yield found
-        for requirement in map(Requirement, found.requires or []):
-            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-                yield from distributions(requirement.name)
-
-
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory):
     """Give ``bare(*words)``: run Python there, and return what it wrote. All processes that it starts are there, too.
 
     It is an environment of its own, with links to what is installed here.
     """
-    folder = tmp_path_factory.mktemp("bare")
-    venv.create(folder)
-    python = folder / "bin" / "python"
-    [site] = folder.glob("lib/python*/site-packages")
-    here = Path(sysconfig.get_path("purelib"))
-    for found in distributions(*gpu_proof.NEEDED, gpu_proof.FOR_TESTS):
-        for top in {Path(str(file)).parts[0] for file in found.files} - {"..", "__pycache__"}:
-            if not (site / top).is_symlink():
-                (site / top).symlink_to(here / top)
+    programs = environment_with(tmp_path_factory.mktemp("bare"), *gpu_proof.NEEDED, gpu_proof.FOR_TESTS)
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
 
     def run(*words, status=0):
         done = subprocess.run(
-            [python, *words],
+            [programs / "python", *words],
             cwd=REPO,
             env={**environ, "PYTHONPATH": str(REPO / "src")},
             stdout=subprocess.PIPE,

@@ -1,22 +1,34 @@
-"""The wheel: what is in it, and that it runs in an environment that has nothing of this checkout."""
+"""The wheel: what is in it, and that everything runs in an environment that has nothing of this checkout."""
 
+import ast
+import importlib.metadata
+import itertools
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
-import sysconfig
+import tarfile
+import tomllib
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from email import message_from_string
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import lockstep
+from tests.contract import tree
+from tests.contract.blocks import blocks_of
+from tests.contract.environment import environment_with
 from tests.contract.tree import REPO
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
-PROGRAM = """
+SCRIPT = """
 import lockstep, torch
 
 with lockstep.init(device="cpu") as world:
@@ -28,64 +40,210 @@ NO_LIBRARY = (
     "this group uses Gloo instead of shm: its C library was not built when lockstep was installed; install a C "
     "compiler and lockstep again."
 )
+IMPORT_ALL = """
+import importlib, pkgutil, lockstep
+
+for module in pkgutil.walk_packages(lockstep.__path__, "lockstep."):
+    if module.name not in ("lockstep.__main__", "lockstep.ray", "lockstep.comm.shm._native"):
+        importlib.import_module(module.name)
+"""
+# What follows the commands of the README here, so that they end within seconds; and what may be their exit code.
+SHORT = {
+    "train": "--epochs 2",
+    "verify": "--steps 2",
+    "compare": "--rounds 1 --steps 2 --warmup 1 --strategies ddp --no-memory --html compare.html",
+    "predict": "--html predict.html",
+    "rehearse": "--devices 3 --epochs 8 --quiet",
+    "doctor": "--devices 1",
+    "report": "",
+}
+BASE = "PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV"
 
 
-def run(*command, **variables):
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+def run(*command, codes=(0,), cwd=None, **variables):
+    environment = {name: value for name, value in os.environ.items() if name not in BASE}
     done = subprocess.run(
-        command, env={**environment, **variables}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=cwd,
+        env={**environment, "CUDA_VISIBLE_DEVICES": "", **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
-    assert done.returncode == 0, done.stdout
+    assert done.returncode in codes, f"{command} ended with {done.returncode}:\n{done.stdout}"
     return done.stdout
 
 
-def sources():
-    """Return what is committed of the package, as paths below src."""
-    listed = subprocess.run(["git", "ls-files", "-z", "src"], cwd=REPO, capture_output=True, text=True)
+def committed(*places):
+    listed = subprocess.run(["git", "ls-files", "-z", *places], cwd=REPO, capture_output=True, text=True)
     if listed.returncode != 0:
         pytest.skip("not a git checkout")
-    return [name.removeprefix("src/") for name in listed.stdout.split("\0") if name and (REPO / name).is_file()]
+    return [name for name in listed.stdout.split("\0") if name and (REPO / name).is_file()]
+
+
+def packed():
+    """Return what is committed of the package and the examples, by its names in the wheel."""
+    inside = {name.removeprefix("src/") for name in committed("src") if Path(name).suffix not in (".c", ".h")}
+    return inside | {f"lockstep/{name}" for name in committed("examples")}
+
+
+def source_archive(folder):
+    """Return the source archive of what is committed, without what earlier builds have left."""
+    checkout = folder / "checkout"
+    for name in committed():
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPO / name, checkout / name)
+    build = f"from setuptools import build_meta; build_meta.build_sdist({str(folder)!r})"
+    run(sys.executable, "-c", build, cwd=checkout)
+    (archive,) = folder.glob("*.tar.gz")
+    return archive
 
 
 def build(folder, **variables):
-    """Build the wheel from what is committed, without what earlier builds have left."""
-    tree = folder / "tree"
-    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", *(f"src/{e}" for e in sources())):
-        (tree / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(REPO / name, tree / name)
+    """Return the wheel that pip builds from the source archive."""
     options = ("--quiet", "--no-deps", "--no-build-isolation", "--no-cache-dir", "--wheel-dir", str(folder))
-    run(sys.executable, "-m", "pip", "wheel", *options, str(tree), **variables)
+    run(sys.executable, "-m", "pip", "wheel", *options, str(source_archive(folder)), **variables)
     (wheel,) = folder.glob("*.whl")
     return wheel
 
 
+def metadata(wheel):
+    with zipfile.ZipFile(wheel) as opened:
+        (name,) = [name for name in opened.namelist() if name.endswith(".dist-info/METADATA")]
+        return message_from_string(opened.read(name).decode())
+
+
 def install(wheel, folder):
-    """Return an environment that has the wheel, and sees what this one has but nothing of this checkout."""
-    run(sys.executable, "-m", "venv", "--without-pip", str(folder))
-    run(sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "--no-deps", str(wheel))
-    (site,) = (folder / "lib").glob("python*/site-packages")
-    # A folder that a .pth file names is searched after this one, and its own .pth files, an editable install's, are not
-    # read.
-    (site / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    return folder / "bin"
+    """Return the programs of an environment with the wheel, and else only what its extra `examples` requires."""
+    required = metadata(wheel).get_all("Requires-Dist")
+    programs = environment_with(folder, *(text.removesuffix('; extra == "examples"') for text in required))
+    options = ("--quiet", "--no-index", "--no-cache-dir", "--no-compile")
+    run(sys.executable, "-m", "pip", "--python", str(programs / "python"), "install", *options, f"{wheel}[examples]")
+    return programs
 
 
-@pytest.mark.parametrize("has_compiler", [True, False])
-def test_a_wheel_runs_in_an_empty_environment(has_compiler, tmp_path):
-    wheel = build(tmp_path, **({} if has_compiler else {"CC": "no-such-compiler"}))
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def programs(wheel, tmp_path_factory):
+    return install(wheel, tmp_path_factory.mktemp("installed"))
+
+
+def test_what_is_in_the_wheel(wheel):
     assert wheel.name == f"lockstep_torch-{lockstep.__version__}-py3-none-linux_{platform.machine()}.whl"
     inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    library = {"lockstep/comm/shm/_native.so"} if has_compiler else set()
-    assert inside == {name for name in sources() if Path(name).suffix not in (".c", ".h")} | library
+    assert inside == packed() | {"lockstep/comm/shm/_native.so"}
     pages = {"lockstep/study/page.css", "lockstep/study/page.html", "lockstep/study/report.html"}
-    assert {"lockstep/py.typed", *pages} <= inside
+    assert {
+        "lockstep/py.typed",
+        "lockstep/examples/digits.py",
+        "lockstep/examples/cluster/Dockerfile",
+        *pages,
+    } <= inside
+    about = metadata(wheel)
+    assert (about["Name"], about["License-File"], about["License-Expression"]) == (
+        "lockstep-torch",
+        "LICENSE",
+        "BSD-3-Clause",
+    )
+    assert about["Description-Content-Type"] == "text/markdown"
 
+
+def targets(markdown):
+    return re.findall(r"\]\(([^)\s]+)\)", re.sub(r"^```.*?^```$", "", markdown, flags=re.DOTALL | re.MULTILINE))
+
+
+def test_links_of_the_description(wheel, tmp_path):
+    # The address of the repository is not known: text without links.
+    text = metadata(wheel).get_payload()
+    assert targets(text) == [] and "![" not in text
+    assert "\n[Scripts](docs/script.md) explains each step." in (REPO / "README.md").read_text()
+    assert "\nScripts explains each step." in text
+    with tarfile.open(next(wheel.parent.glob("*.tar.gz"))) as archive:
+        archive.extractall(tmp_path, filter="data")
+    [source] = tmp_path.iterdir()
+    with (source / "pyproject.toml").open("a") as file:
+        file.write('[project.urls]\nRepository = "https://example.com/lockstep/"\n')
+    run(
+        sys.executable,
+        "-c",
+        "from setuptools import build_meta; build_meta.prepare_metadata_for_build_wheel('.')",
+        cwd=source,
+    )
+    [found] = source.glob("*.dist-info/METADATA")
+    about = message_from_string(found.read_text())
+    assert about["Project-URL"] == "Repository, https://example.com/lockstep/"
+    text, at = about.get_payload(), f"v{lockstep.__version__}"
+    picture = "docs/pictures/report.svg"
+    assert (
+        f"](https://example.com/lockstep/raw/{at}/{picture})](https://example.com/lockstep/blob/{at}/docs/watching.md)"
+        in text
+    )
+    assert f"[Scripts](https://example.com/lockstep/blob/{at}/docs/script.md)" in text
+    assert [target for target in targets(text) if not target.startswith("https://example.com/lockstep/")] == []
+    assert len(targets(text)) == len(targets((REPO / "README.md").read_text()))
+
+
+def test_what_is_imported_is_required():
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    lists = [project["dependencies"], *project["optional-dependencies"].values()]
+    declared = {canonicalize_name(Requirement(text).name) for text in itertools.chain(*lists)}
+    providers = importlib.metadata.packages_distributions()
+    missing = set()
+    for path in tree.sources():
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            for top in {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"lockstep"}:
+                if not {canonicalize_name(name) for name in providers.get(top, [top])} & declared:
+                    missing.add(f"{path.relative_to(REPO)}: {top}")
+    assert missing == set()
+
+
+def test_every_module_can_be_imported(programs, tmp_path):
+    run(programs / "python", "-c", IMPORT_ALL, cwd=tmp_path)
+    assert "No module named 'pytest'" in run(programs / "python", "-c", "import pytest", codes=(1,), cwd=tmp_path)
+
+
+def test_the_commands_of_the_readme(programs, tmp_path):
+    (block,) = [
+        b for b in blocks_of((REPO / "docs" / "index.md").read_text(), "index.md") if "lockstep.Task(" in b.code
+    ]
+    (tmp_path / "task.py").write_text(block.code)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    told = re.findall(r"^\| `lockstep (\w+)(.*?)` \|", (REPO / "README.md").read_text(), re.MULTILINE)
+    assert {command for command, _ in told} == {*SHORT}
+    others = ["run --devices 2 script.py", "doctor --explain threads-too-many", "examples", "--version"]
+    first = [f"{command}{rest} {SHORT[command]}" for command, rest in told if command != "report"] + others
+
+    def lockstep_command(line):
+        words = line.replace("TASK.py", "task.py").replace("RUN", "run").split()
+        # The doctor finds something on machines that are busy, and a job that was rehearsed to fail is no error.
+        return run(programs / "lockstep", *words, codes=(0, 1) if words[0] == "doctor" else (0,), cwd=tmp_path)
+
+    with ThreadPoolExecutor(2) as pool:
+        printed = dict(zip(first, pool.map(lockstep_command, first), strict=True))
+    assert f"shm 3.0 {programs.parent}/lib/" in printed["run --devices 2 script.py"]
+    assert "examples/digits.py  " in printed["examples"]
+    assert printed["--version"] == f"lockstep, version {lockstep.__version__}\n"
+    lockstep_command("train examples/digits.py --devices 2 --run-dir run --epochs 1")
+    assert "page written to run/report.html" in lockstep_command("report RUN")
+    assert {"compare.html", "predict.html", "run/report.html"} <= {
+        path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.html")
+    }
+
+
+@pytest.mark.soak
+def test_without_a_compiler_gloo_serves(tmp_path):
+    wheel = build(tmp_path, CC="no-such-compiler")
+    assert {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name} == packed()
     programs = install(wheel, tmp_path / "venv")
-    script = tmp_path / "script.py"
-    script.write_text(PROGRAM)
-    printed = run(str(programs / "lockstep"), "run", "--devices", "2", str(script))
-    backend = "shm" if has_compiler else "gloo"
-    assert f"{backend} 3.0 {tmp_path}/venv/lib/" in printed
-    assert printed.count(NO_LIBRARY) == (not has_compiler), printed
+    (tmp_path / "script.py").write_text(SCRIPT)
+    printed = run(programs / "lockstep", "run", "--devices", "2", "script.py", cwd=tmp_path)
+    assert f"gloo 3.0 {tmp_path}/venv/lib/" in printed
+    assert printed.count(NO_LIBRARY) == 1, printed
     # One rank exchanges nothing.
-    assert "lockstep: " not in run(str(programs / "lockstep"), "run", "--devices", "1", str(script))
+    assert "lockstep: " not in run(programs / "lockstep", "run", "--devices", "1", "script.py", cwd=tmp_path)

@@ -21,7 +21,8 @@ def numbers(size, dtype, rank):
     generator = torch.Generator().manual_seed(1000 * rank + size)
     if dtype.is_floating_point or dtype.is_complex:
         return torch.randn(size, generator=generator, dtype=torch.float64).to(dtype)
-    return torch.randint(0, 7, (size,), generator=generator).to(dtype)
+    low = -7 if dtype.is_signed else 0
+    return torch.randint(low, 7, (size,), generator=generator).to(dtype)
 
 
 def in_rank_order(op, tensors):
@@ -42,7 +43,7 @@ def in_rank_order(op, tensors):
             function = {ReduceOp.BAND: "bitwise_and", ReduceOp.BOR: "bitwise_or", ReduceOp.BXOR: "bitwise_xor"}[op]
             total = getattr(torch, function)(total, tensor)
     if op == ReduceOp.AVG:
-        total = total / len(tensors)
+        total = torch.div(total, len(tensors), rounding_mode=None if tensors[0].dtype in FLOATS else "trunc")
     return total.to(tensors[0].dtype)
 
 
@@ -53,8 +54,8 @@ def test_all_reduce_has_the_bits_of_a_sum_in_rank_order(ranks, num_ranks):
         with shm_group() as group:
             for size in SIZES:
                 for dtype in (FLOATS + INTEGERS) if size <= 5003 else FLOATS[:1] + FLOATS[3:]:
-                    ops = [ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX]
-                    ops += [ReduceOp.AVG] if dtype in FLOATS else [ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR]
+                    ops = [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX]
+                    ops += [] if dtype in FLOATS else [ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR]
                     all_tensors = [numbers(size, dtype, rank) for rank in range(world.world_size)]
                     for op in ops if size <= 5003 else [ReduceOp.SUM, ReduceOp.AVG]:
                         mine = all_tensors[world.rank].clone()

@@ -233,7 +233,7 @@ def test_wrong_arguments_are_told_before_anything_is_sent(ranks):
         told = []
         with shm_group() as group:
             for call in (
-                lambda: dist.all_reduce(torch.ones(2, dtype=torch.int64), dist.ReduceOp.AVG, group=group),
+                lambda: dist.all_reduce(torch.ones(2, dtype=torch.bool), dist.ReduceOp.AVG, group=group),
                 lambda: dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND, group=group),
                 lambda: dist.all_reduce(torch.ones(2).to(torch.float8_e4m3fn), group=group),
                 lambda: group.all_gather_single(torch.ones(3), torch.ones(2)).wait(),
@@ -253,7 +253,7 @@ def test_wrong_arguments_are_told_before_anything_is_sent(ranks):
 
     told, fine = ranks(2)(body)[0]
     assert told[:5] == [
-        "The backend shm has no ReduceOp.AVG for torch.int64.\nIt has: SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR.",
+        "The backend shm has no ReduceOp.AVG for torch.bool.\nIt has: SUM, PRODUCT, BAND, BOR, MIN, MAX, BXOR.",
         "The backend shm has no ReduceOp.BAND for torch.float32.\nIt has: SUM, AVG, PRODUCT, MIN, MAX.",
         "The backend shm cannot reduce torch.float8_e4m3fn tensors, only move them.\nConvert them before the call.",
         "Rank 0 in all_gather_single: invalid tensor size: invalid size of output tensor at index 0 (3, not 4).\n"

@@ -83,3 +83,24 @@ def test_run_help_teaches(capsys):
         cli.main(["run", "--help"])
     assert left.value.code == 0
     assert "lockstep run train.py --devices 4 --lr 0.1" in capsys.readouterr().out
+
+
+def test_the_examples_can_be_copied(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["examples"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (digits,) = [line for line in lines if line.startswith("examples/digits.py  ")]
+    assert digits.endswith(
+        "A small convolutional network on scikit-learn's handwritten digits: over 98% right in a few seconds on a CPU."
+    )
+    assert lines[-1] == 'What they need besides Lockstep: pip install "lockstep-torch[examples,integrations]"'
+    files = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*")}
+    assert {line.partition(" ")[0] for line in lines[:-1]} | {"examples/cluster/jobset.yaml"} <= files
+    assert [name for name in files if "__pycache__" in name] == []
+    assert cli.main(["examples"]) == 2
+    assert capsys.readouterr() == (
+        "",
+        "lockstep: examples already exists.\nName another folder: lockstep examples FOLDER\n",
+    )
+    assert cli.main(["examples", "mine/others"]) == 0
+    assert (tmp_path / "mine" / "others" / "gpt.py").is_file()

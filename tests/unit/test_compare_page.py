@@ -1,11 +1,9 @@
 import re
-import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
 
-from lockstep.errors import ConfigurationError
 from lockstep.study import drawing
 from lockstep.study.compare.comparison import judge, render_page
 from lockstep.telemetry.provenance import Provenance
@@ -112,12 +110,3 @@ def test_plots_take_the_pages_colours_and_no_name_twice(text):
     assert min(text.count("currentColor"), text.count("var(--line)")) > 4
     names = [attributes["id"] for _, attributes in Outline(text).elements if "id" in attributes]
     assert len(names) == len(set(names))
-
-
-def test_a_missing_matplotlib_is_told_with_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigurationError) as caught:
-        drawing.import_matplotlib()
-    assert str(caught.value) == (
-        'The page needs matplotlib, which is not installed.\nInstall it with: pip install "lockstep-torch[plots]".'
-    )

@@ -376,7 +376,7 @@ def test_a_report_as_json():
     assert (record["exit_code"], record["plan"]["machines"], record["seconds"]) == (1, 2, 1.5)
     assert record["findings"][0]["severity"] == "slow"
     assert record["verdict"] == "Found: 1 will hang or fail, 1 will be slow."
-    assert record["findings"][0]["link"] == "docs/reference/doctor.md#threads-too-many"
+    assert record["findings"][0]["more"] == "lockstep doctor --explain threads-too-many"
     assert replace(REPORT, findings=()).verdict == "Nothing was found that would hang, falsify or slow this run."
 
 
@@ -408,7 +408,7 @@ def test_the_report_in_a_pipe_is_plain_and_ends_with_the_verdict():
     lines = stream.getvalue().splitlines()
     assert "Will be slow: threads-too-many" in lines
     assert "         export OMP_NUM_THREADS=4" in lines
-    assert "  more   docs/reference/doctor.md#threads-too-many" in lines
+    assert "  more   lockstep doctor --explain threads-too-many" in lines
     assert lines[-1] == "Found: 1 will hang or fail, 1 will be slow. Exit code 1; took 1.5 s."
 
 
@@ -451,3 +451,14 @@ sys.exit(main(["doctor", "--devices", "100000", "--json"]))
     found = {finding["kind"]: finding for finding in json.loads(done.stdout)["findings"]}
     fix = "Start fewer, or request more cores from the scheduler; SLURM's default is one for each task."
     assert found["processes-over-cores"]["fix"] == fix
+
+
+def test_a_finding_is_explained(capsys):
+    assert main(["doctor", "--explain", "open-files"]) == 0
+    out = capsys.readouterr().out
+    (check,) = [check for check in CHECKS if check.finding.kind == "open-files"]
+    assert out.startswith(inspect.getdoc(check.function).partition("\n")[0].replace("``", "`") + "\n")
+    assert out.endswith(f"\n\n{check.finding.cost} {check.finding.fix}\n")
+    assert main(["doctor", "--explain", "files"]) == 2
+    known = ", ".join(sorted(check.finding.kind for check in CHECKS))
+    assert capsys.readouterr().err == f"lockstep: No finding is called files.\nThere are: {known}.\n"

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from html import unescape
 from html.parser import HTMLParser
 
@@ -224,13 +223,3 @@ def test_the_command_says_the_verdict_and_writes_page_and_trace(tmp_path):
     assert first["args"] == {"step": 5}
     assert {entry["name"] for entry in spans} == {"forward", "backward", "waiting", "bucket 0"}
     assert sum(entry["ph"] == "i" for entry in entries) == 4
-
-
-def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch):
-    folder = planted(tmp_path / "run")
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert command(folder) == (
-        "ConfigurationError: The page needs matplotlib, which is not installed.\n"
-        'Install it with: pip install "lockstep-torch[plots]".'
-    )
-    assert not (folder / "report.html").exists()

@@ -49,6 +49,7 @@ COMMANDS = {
     "doctor": ("lockstep.cli.studies:doctor", "Find what can hang, corrupt or slow training here, with fixes."),
     "report": ("lockstep.cli.studies:report", "A page on a recorded run: where time went, what to change."),
     "rehearse": ("lockstep.cli.studies:rehearse", "Break a job on purpose, on the CPU, and see what is detected."),
+    "examples": ("lockstep.cli.examples:examples", "Copy the examples into a folder, and list them."),
 }
 
 

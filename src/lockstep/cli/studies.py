@@ -49,15 +49,6 @@ def check_writable(*files: str | None) -> None:
             path.unlink()
 
 
-def _check_outputs(json_file: str | None, html_file: str | None) -> None:
-    """Try what would fail at the end, as the measuring takes minutes."""
-    check_writable(json_file, html_file)
-    if html_file is not None:
-        from lockstep.study.drawing import import_matplotlib
-
-        import_matplotlib()
-
-
 def write(what: str, file: str | None, text: str) -> None:
     """Write a text if there is a file, and print where: in one line, so that the name can be copied."""
     if file is not None:
@@ -113,7 +104,7 @@ def compare(task_file: str, json_file: str | None, html_file: str | None, **how:
     from lockstep.study.compare import benchmark, comparison
     from lockstep.telemetry import provenance
 
-    _check_outputs(json_file, html_file)
+    check_writable(json_file, html_file)
     how["devices"] = _num_devices(how["devices"])
     how["strategies"] = _words(how["strategies"], benchmark.STRATEGIES)
     settings, command = _take_settings(how, *_COMPARED), hide_secrets(["lockstep", *sys.argv[1:]])
@@ -208,7 +199,7 @@ def predict(
     from lockstep.study.links import given_link
     from lockstep.telemetry import provenance
 
-    _check_outputs(json_file, html_file)
+    check_writable(json_file, html_file)
     cost, settings = Price.read(how.pop("price")), _take_settings(how, "global_batch_size", "precision")
     how["link"] = None if link is None else given_link(link, latency / 1e3)
     if Path(target).is_dir():
@@ -273,7 +264,8 @@ def verify(
 @click.option("--workers", type=click.IntRange(0), metavar="N", help="Loader processes per rank, if known.")
 @click.option("--checkpoint", metavar="DIR", default=".", help="Folder for checkpoints; default: the current folder.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
-def doctor(target: str | None, as_json: bool, **planned: Any) -> int:
+@click.option("--explain", "kind", metavar="FINDING", help="Examine nothing; explain a finding, by its name.")
+def doctor(target: str | None, as_json: bool, kind: str | None, **planned: Any) -> int:
     """Say before a run what will hang, falsify or slow it, with the fix to paste.
 
     Examines devices, network interfaces, host name, port, shared memory, cores, threads, limits, disk space and
@@ -291,13 +283,18 @@ def doctor(target: str | None, as_json: bool, **planned: Any) -> int:
           on all machines at once (--node-rank 1 on the second): do they meet, and do versions agree? also with srun
       lockstep doctor --json | jq -r '.findings[] | .severity + " " + .found'
           one object, for programs
+      lockstep doctor --explain threads-too-many
+          what a finding means, what it costs, and what to do
 
     Exit codes: 0 nothing worse than notes; 1 the run will hang, fail, be wrong or be slow; 2 wrong usage, such as no
-    such task. Each finding is explained in docs/reference/doctor.md under its name.
+    such task.
     """
     from lockstep.study.doctor import examine
-    from lockstep.study.doctor.findings import Plan
+    from lockstep.study.doctor.findings import Plan, explain
 
+    if kind is not None:
+        click.echo(explain(kind))
+        return 0
     planned["devices"] = planned["devices"] or 0
     if "://" in planned["checkpoint"]:
         raise ConfigurationError(

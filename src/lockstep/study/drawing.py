@@ -7,10 +7,8 @@ from contextlib import contextmanager
 from html import escape
 from importlib.resources import files
 from string import Template
-from types import ModuleType
 from typing import Any, Literal
 
-from lockstep.errors import ConfigurationError
 from lockstep.study.common import Table
 from lockstep.telemetry.provenance import Provenance
 from lockstep.telemetry.step_times import PARTS, Part
@@ -35,30 +33,13 @@ TEXT, GRID = "#010203", "#040506"
 INCHES_WIDE = 4.8
 
 
-def import_matplotlib() -> ModuleType:
-    """Return matplotlib.
-
-    Raises:
-        ConfigurationError: It is not installed.
-    """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ConfigurationError(
-            'The page needs matplotlib, which is not installed.\nInstall it with: pip install "lockstep-torch[plots]".'
-        ) from error
-    return matplotlib
-
-
 @contextmanager
 def drawing_style(font_size: float = 10.0) -> Iterator[None]:
-    """Set the style of figures for the pages inside the block; ``font_size`` is in points.
+    """Set the style of figures for the pages inside the block; ``font_size`` is in points."""
+    from matplotlib import rc_context
 
-    Raises:
-        ConfigurationError: matplotlib is not installed.
-    """
     # In a context, because the caller, such as a notebook, may draw in another style.
-    style: dict[str, Any] = {
+    style: Any = {
         "svg.fonttype": "none",  # text stays text: it has the page's font, and can be searched
         "font.size": font_size,
         **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), TEXT),
@@ -69,7 +50,7 @@ def drawing_style(font_size: float = 10.0) -> Iterator[None]:
         "legend.columnspacing": 1.0,
         "legend.handlelength": 1.4,
     }
-    with import_matplotlib().rc_context(style):
+    with rc_context(style):
         yield
 
 
@@ -131,9 +112,11 @@ def stacked_bars(heading: str, label: str, rows: Mapping[str, Mapping[str, float
 
 def finish_plot(heading: str, alt: str, figure: Any, note: str = "") -> str:
     """Return a figure as HTML, with ``alt`` for screen readers and a visible ``note``; headings must be unique."""
+    from matplotlib import rc_context
+
     stream = io.StringIO()
     # Ids in the drawings are derived from the salt. Drawings on the same page must not have the same ids.
-    with import_matplotlib().rc_context({"svg.hashsalt": heading}):
+    with rc_context({"svg.hashsalt": heading}):
         figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
     svg = stream.getvalue()
     for pattern, instead in _SVG_EDITS.items():

@@ -532,11 +532,7 @@ _COLOURS = (drawing.BLUE, drawing.ORANGE, drawing.GREEN, drawing.VERMILION, draw
 
 
 def render_page(found: Forecast, provenance: Provenance, command: str) -> str:
-    """Return verdict, plot and table as an HTML page.
-
-    Raises:
-        ConfigurationError: matplotlib is not installed.
-    """
+    """Return verdict, plot and table as an HTML page."""
     with drawing.drawing_style():
         plot = _plot(found)
     shown = table(found)

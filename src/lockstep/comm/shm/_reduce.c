@@ -52,6 +52,7 @@ static inline uint16_t to_f16(float value) {
 #define MOST(a, x) ((x) > (a) || (x) != (x) ? (x) : (a))
 #define MEAN(a) ((a) / (float)num_sources)
 #define MEAN64(a) ((a) / (double)num_sources)
+#define WHOLE_MEAN(a) ((a) / num_sources) /* rounded towards zero, as by NCCL */
 
 #define KERNEL(NAME, T, A, LOAD, STORE, FINISH, OP)                                                        \
     FAST static void NAME(T *to, T *copy, const void *const *sources, int num_sources, size_t count) {     \
@@ -82,6 +83,7 @@ static inline uint16_t to_f16(float value) {
 
 #define INTEGERS(N, T)                                   \
     KERNEL(N##_sum, T, T, SAME, SAME, SAME, ADD)         \
+    KERNEL(N##_avg, T, T, SAME, SAME, WHOLE_MEAN, ADD)   \
     KERNEL(N##_prod, T, T, SAME, SAME, SAME, MULTIPLY)   \
     KERNEL(N##_min, T, T, SAME, SAME, SAME, LEAST)       \
     KERNEL(N##_max, T, T, SAME, SAME, SAME, MOST)        \
@@ -117,6 +119,7 @@ INTEGERS(u64, uint64_t)
     case CODE:                                     \
         switch (op) {                              \
             case SUM: RUN(N##_sum, T); break;      \
+            case AVG: RUN(N##_avg, T); break;      \
             case PRODUCT: RUN(N##_prod, T); break; \
             case MIN: RUN(N##_min, T); break;      \
             case MAX: RUN(N##_max, T); break;      \

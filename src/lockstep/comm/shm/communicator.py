@@ -154,8 +154,7 @@ def reduction_of(op: Any, dtype: torch.dtype) -> int:
             f"The backend shm cannot reduce {dtype} tensors, only move them.\nConvert them before the call."
         )
     else:
-        senseless = ("band", "bor", "bxor") if dtype.is_floating_point else ("avg",)
-        known = {each: each for each in REDUCTIONS if each not in senseless}
+        known = {each: each for each in REDUCTIONS if each[0] != "b" or not dtype.is_floating_point}
     if name not in known:
         raise ConfigurationError(
             f"The backend shm has no ReduceOp.{name.upper()} for {dtype}.\nIt has: {', '.join(known).upper()}."

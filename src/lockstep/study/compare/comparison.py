@@ -251,11 +251,7 @@ def footnotes(comparison: Comparison) -> list[str]:
 
 
 def render_page(comparison: Comparison, provenance: Provenance) -> str:
-    """Return verdict, plot and tables as one HTML file.
-
-    Raises:
-        ConfigurationError: matplotlib is not installed.
-    """
+    """Return verdict, plot and tables as one HTML file."""
     setup = comparison.setup
     rows = {each.strategy: each.step.parts() for each in comparison.contenders}
     with drawing.drawing_style():

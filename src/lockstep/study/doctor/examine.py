@@ -159,7 +159,7 @@ def show(report: Report, console: Console) -> None:
         console.print(Padding(grid(rows.items(), gap=2), (0, 0, 0, 2), expand=False))
         # Not wrapped, so that it can be pasted.
         console.print(Text(indent(finding.paste, " " * 9), style="green"), soft_wrap=True)
-        console.print(Text(f"  more   {finding.link}\n", style="dim"))
+        console.print(Text(f"  more   {finding.more}\n", style="dim"))
     if report.not_checked:
         console.print(Text("Not checked", style="bold"))
         lines = "".join(f"  {one.what}: {one.because}\n" for one in report.not_checked)

@@ -1,5 +1,6 @@
 """The table of checks: each is one function, with its texts above it."""
 
+import inspect
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -7,10 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any, NamedTuple, TypeVar
 
+from lockstep.errors import ConfigurationError
 from lockstep.train.plan import plural
-
-# Where each finding is explained, under a heading of its own; `tools/reference.py` writes that part of the page.
-PAGE = "docs/reference/doctor.md"
 
 
 class Severity(StrEnum):
@@ -48,9 +47,9 @@ class Finding:
     where: str = ""
 
     @property
-    def link(self) -> str:
-        """Where the documentation explains it."""
-        return f"{PAGE}#{self.kind}"
+    def more(self) -> str:
+        """The command that explains it."""
+        return f"lockstep doctor --explain {self.kind}"
 
 
 @dataclass(frozen=True)
@@ -87,6 +86,12 @@ class Check(NamedTuple):
     record: type
     function: Callable[[Any], Iterator[Problem]]
     finding: Finding
+
+    @property
+    def explanation(self) -> str:
+        """What its findings mean, in Markdown."""
+        about = inspect.getdoc(self.function) or ""  # with PYTHONOPTIMIZE=2 there are no docstrings
+        return f"{about.replace('``', '`')}\n\n{self.finding.cost} {self.finding.fix}".lstrip()
 
 
 # All checks, in the order in which their modules are imported.
@@ -137,6 +142,18 @@ def judge(record: object) -> list[Finding]:
             severity = problem.severity or common.severity
             found.append(replace(common, found=problem.found, severity=severity, paste=own))
     return found
+
+
+def explain(kind: str) -> str:
+    """Return what a finding means.
+
+    Raises:
+        ConfigurationError: No finding has this name.
+    """
+    known = {check.finding.kind: check.explanation for check in CHECKS}
+    if kind not in known:
+        raise ConfigurationError(f"No finding is called {kind}.\nThere are: {', '.join(sorted(known))}.")
+    return known[kind]
 
 
 @dataclass(frozen=True)
@@ -213,7 +230,7 @@ class Report:
 
     def to_json(self) -> str:
         """Return the report as one JSON object."""
-        findings = [asdict(finding) | {"link": finding.link} for finding in self.findings]
+        findings = [asdict(finding) | {"more": finding.more} for finding in self.findings]
         record = asdict(self) | {"verdict": self.verdict, "exit_code": self.exit_code, "findings": findings}
         return json.dumps(record | {"seconds": round(self.seconds, 2)}, indent=2)
 

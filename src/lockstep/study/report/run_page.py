@@ -4,7 +4,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from html import escape
@@ -16,7 +15,6 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from lockstep.errors import ConfigurationError
 from lockstep.study import drawing
 from lockstep.study.common import MIB, Shown, Table
 from lockstep.study.report.figures import bars_of, find_costs, find_window
@@ -52,11 +50,7 @@ class Report(Shown):
 
     @property
     def page(self) -> str:
-        """One HTML file, which opens offline.
-
-        Raises:
-            ConfigurationError: matplotlib is not installed.
-        """
+        """One HTML file, which opens offline."""
         view, baseline = self.view, self.baseline
         with drawing.drawing_style(11.0):  # on a phone they are scaled down
             plots = draw(view, baseline)
@@ -78,10 +72,8 @@ class Report(Shown):
         return Text("\n".join(self.sentences))
 
     def _repr_html_(self) -> str:
-        with suppress(ConfigurationError):  # matplotlib is not installed
-            # A frame, since the page has its own style.
-            return f'<iframe srcdoc="{escape(self.page)}" style="width: 100%; height: 50rem; border: 0"></iframe>'
-        return super()._repr_html_()
+        # A frame, since the page has its own style.
+        return f'<iframe srcdoc="{escape(self.page)}" style="width: 100%; height: 50rem; border: 0"></iframe>'
 
 
 def report(
