@@ -33,6 +33,18 @@ class Cause(StrEnum):
     RANK = "a forward pass that depends on the rank"
     BACKWARD = "a backward pass that depends on the rank"
     MODEL = "a model that depends on the rank"
+    # Of scripts.
+    BATCH = "a batch that is not divided"
+    SAMPLER = "samples that are not divided"
+    PADDED = "samples that count twice"
+    EPOCH = "the same order in every epoch"
+    MASKS = "the same random numbers on all ranks"
+    STEPS = "another number of updates"
+    SCALED = "a loss or gradients of another size"
+    BESIDE = "parameters outside of the wrapper"
+    UNREDUCED = "gradients that were not averaged"
+    UPDATE = "an update that depends on the rank"
+    EVALUATION = "an evaluation of a part"
 
 
 # ``{num}`` stands for the number of ranks.

@@ -399,6 +399,8 @@ def _headline(verification: Verification) -> str:
         )
     if comparison is None:
         return f"Not the same training run: the {who} cannot train together."
+    if comparison.first is None and verification.repeatable:
+        return f"Not the same training run, although {who} and one process make the same updates."
     if comparison.first is None:
         return f"Not reproducible: one process and {who} agree, but no two runs are equal to the bit."
     return (

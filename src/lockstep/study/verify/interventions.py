@@ -358,7 +358,7 @@ def _constant(func: Any, args: Any, kwargs: Any) -> Any:
     with torch.random.fork_rng(here, device_type=default_device().type):
         torch.manual_seed(0)
         if name.endswith("_"):  # one number of that distribution: more are drawn another way from 16 on
-            return args[0].copy_(func(args[0].new_empty(1), *args[1:], **kwargs))
+            return args[0].copy_(func(args[0].new_empty(1), *args[1:], **kwargs)[0])
         result = func(*args, **kwargs)
     if name == "randperm":
         return torch.arange(len(result), dtype=result.dtype, device=result.device)

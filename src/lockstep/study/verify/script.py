@@ -1,0 +1,351 @@
+"""`verify` for a script: run it with one rank and with N, compare the traces, and name what makes them differ."""
+
+import json
+import os
+import pickle
+import sys
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from lockstep.errors import ConfigurationError
+from lockstep.launcher.bootstrap import RANK_SETUP
+from lockstep.study.common import log
+from lockstep.study.rehearse.runner import run_job
+from lockstep.study.verify.causes import Cause, Diagnosis, Row
+from lockstep.study.verify.diagnose import Verification
+from lockstep.study.verify.fingerprint import SINGLE, Difference, StepTrace, Tolerance, Trace, TraceComparison, compare
+from lockstep.study.verify.interventions import Subject
+from lockstep.study.verify.script_recorder import Pass, ScriptStep, ScriptTrace
+from lockstep.train.plan import plural
+from lockstep.train.settings import Settings
+
+# With bf16 or fp16, sums over another number of samples are rounded otherwise.
+_HALF = Tolerance(5e-2, 1e-1)
+
+_RECORDER = "lockstep.study.verify.script_recorder:ScriptRecorder"
+
+# A longer wait of a rank for another is a hang.
+_WATCHDOG_S = 30
+
+# Lines of a failed script that are shown.
+_NUM_LINES = 12
+
+FIXES = {
+    Cause.BATCH: "Divide it: batch_size=BATCH // world_size, or give the loader to lockstep.prepare.",
+    Cause.SAMPLER: "Give the loader a DistributedSampler (lockstep.DistributedSampler, or lockstep.prepare).",
+    Cause.PADDED: "Use lockstep.DistributedSampler(..., pad=False) and lockstep.backward(loss, mean_over=len(batch)).",
+    Cause.DATA: "Make data set and split the same on every rank: seed what makes them without the rank, sort listings.",
+    Cause.EPOCH: "Call sampler.set_epoch(epoch) in each epoch, or use lockstep.DistributedSampler, which needs none.",
+    Cause.MASKS: "Seed each rank differently after the model is made: lockstep.seed(world, 0).",
+    Cause.MODEL: "Load or make the weights before the model is wrapped, or on every rank.",
+    Cause.RATES: "Let learning rates and schedules depend on the global batch and the number of updates only.",
+    Cause.STEPS: "Make the same number of updates on every rank: decide from values that were reduced.",
+    Cause.SCALED: "Average once: the wrapper divides by the number of ranks; return the mean loss of the rank's samples.",
+    Cause.CLIPPED: "Clip after the gradients were averaged: after backward, and before optimizer.step().",
+    Cause.BESIDE: "Put them into the module that is wrapped, or wrap their module as well.",
+    Cause.UNREDUCED: "Call the wrapper, not its module, and run the last backward before the update outside of no_sync.",
+    Cause.BUFFERS: "Change buffers and copies of the model in the same way on every rank: from values that all have.",
+    Cause.STATE: "Change attributes in the same way on every rank, not on rank 0 only.",
+    Cause.WEIGHTING: "Weight each rank by what its loss counts: lockstep.backward(loss, mean_over=count).",
+    Cause.EVALUATION: "Sum counts and totals over all ranks (all_reduce), or evaluate everything on rank 0.",
+    Cause.UPDATE: "Look for code between backward and step, or in the optimizer, that depends on the rank.",
+    Cause.OPERATOR: "Seed the script; torch.use_deterministic_algorithms(True) replaces or names operators.",
+    Cause.RANDOM: "Nothing: it is so by design. lockstep train --reproducible draws the same numbers on any devices.",
+    Cause.BATCHNORM: "Convert the model: lockstep.SyncBatchNorm.convert_sync_batchnorm(model).",
+}
+
+
+def verify_script(
+    command: Sequence[str], *, devices: int = 2, steps: int = 4, report: Callable[[str], None] = log
+) -> Verification:
+    """Run a script with one rank and with N, and find out whether it is the same training run.
+
+    Starts processes and blocks until they are done: two runs, and up to three more if they differ. The script is not
+    changed, but its passes over loaders are cut short; see [Note: the script is cut short].
+
+    Args:
+        command: The script and its arguments.
+        devices: Ranks.
+        steps: Updates of each epoch that are compared.
+        report: Called with a text about progress.
+
+    Raises:
+        ConfigurationError: The script fails with one rank, or updates nothing.
+    """
+    runs = _Runs(command, devices, steps, report)
+    (one,), failure = runs.run(1)
+    if not one.steps:
+        raise ConfigurationError(
+            f"{command[0]} makes no update with one rank, so nothing can be compared.\n{failure or 'It has ended.'}\n"
+            f"Run it: lockstep run --devices 1 {' '.join(command)}"
+        )
+    ranks, failure = runs.run(devices)
+    remark = failure and f"The script has failed on {plural(devices, 'rank')}:\n{failure}"
+    comparison = _compare(one, ranks)
+    subject = Subject(command[0], Settings(), devices, steps, _numbers(one, ranks), double=False)
+    result = Verification(subject, False, None, True, remark=remark)
+    if not subject.steps:
+        return result
+    findings, rows = list(_structural(one, ranks)), []
+    draws, norms = any(step.draws for step in one.steps), bool(one.norms)
+    off = ["random"] * draws + ["batchnorm"] * norms
+    if off and not comparison.same:
+        # These make runs differ that are right otherwise, and hide what else is wrong.
+        ((clean, *_), _), (clean_ranks, _) = runs.run(1, *off), runs.run(devices, *off)
+        if _numbers(clean, clean_ranks):
+            one, ranks = clean, clean_ranks
+            without = _compare(one, ranks)
+            rows.append(Row(" and ".join(off), "one rank, ranks", str(without), without.same))
+            if draws and without.same and Cause.MASKS not in {found.cause for found in findings}:
+                evidence = f"Training draws random numbers ({', '.join(one.trace.draws)}), other ones on each rank."
+                findings.append(_diagnosis(Cause.RANDOM, evidence))
+            if norms and without.same:
+                evidence = f"Each rank normalises with the mean and variance of its own samples ({one.norms[0]} ...)."
+                findings.append(_diagnosis(Cause.BATCHNORM, evidence))
+    if not (last := _compare(one, ranks)).same:
+        findings += _of_ranks(ranks, one.norms)
+        kinds = ("gradient", "parameter", "buffer")
+        first = next((each for each in last.differences if each.kind in kinds), None)
+        if first is not None and not _EXPLAINS.union(_OF_RANKS) & {found.cause for found in findings}:
+            findings += _of_means(one, ranks, first)
+        if not findings:
+            (again, *_), _ = runs.run(1, *off)
+            repeated = _compare(one, [again])
+            rows.append(Row("nothing", "one rank, twice", str(repeated), repeated.same))
+            if repeated.first is not None:
+                evidence = f"One rank, run twice, gives another {repeated.first}."
+                findings.append(_diagnosis(Cause.OPERATOR, evidence))
+    same = comparison.same and not findings
+    causes = tuple({found.cause: found for found in reversed(findings)}.values())[::-1]  # of each cause the first
+    return replace(result, same=same, comparison=comparison, findings=causes, rows=tuple(rows), explained=last.same)
+
+
+def _diagnosis(cause: Cause, evidence: str) -> Diagnosis:
+    return Diagnosis(cause, evidence, FIXES[cause])
+
+
+def _numbers(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> tuple[int, ...]:
+    """Return the numbers of the updates that all have made."""
+    return tuple(range(min(len(each.steps) for each in (one, *ranks))))
+
+
+class _Runs:
+    """Runs a script as it is, or with features turned off."""
+
+    def __init__(self, command: Sequence[str], devices: int, steps: int, report: Callable[[str], None]) -> None:
+        self._command, self._devices, self._steps, self._report = command, devices, steps, report
+        self._num_runs = 0
+
+    def run(self, num_ranks: int, *off: str) -> tuple[list[ScriptTrace], str]:
+        """Return the trace of each rank, and what the script ended with if it has failed."""
+        self._num_runs += 1
+        what = f", {' and '.join(off)} turned off" if off else ""
+        self._report(f"run {self._num_runs} of at most 5: {plural(num_ranks, 'rank')}{what}")
+        with TemporaryDirectory(prefix="lockstep-verify-") as folder:
+            setup = [[_RECORDER, folder, self._steps, list(off)]]
+            job = ["run", "--devices", str(num_ranks), "--watchdog", str(_WATCHDOG_S), *self._command]
+            environ = {**os.environ, RANK_SETUP: json.dumps(setup)}
+            code, lines = run_job([sys.executable, "-m", "lockstep", *job], environ, shows=False)
+            traces = [_read(Path(folder) / str(rank)) for rank in range(num_ranks)]
+        failure = "\n".join(line.text for line in lines[-_NUM_LINES:])
+        return traces, failure if code else ""
+
+
+def _read(path: Path) -> ScriptTrace:
+    """Return the trace of a rank; an empty one if it was killed."""
+    if not path.exists():
+        return ScriptTrace(Trace({}, {"parameter": {}, "gradient": {}, "buffer": {}}, ()), (), (), (), False, False)
+    found: ScriptTrace = pickle.loads(path.read_bytes())
+    return found
+
+
+def _compare(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> TraceComparison:
+    """Compare the updates of one rank with those of N."""
+    numbers = _numbers(one, ranks)
+    return compare(_together([one], numbers), _together(ranks, numbers), _HALF if one.is_half else SINGLE)
+
+
+def _together(ranks: Sequence[ScriptTrace], numbers: Sequence[int]) -> list[Trace]:
+    """Return the traces of the ranks for a comparison: each with the loss of all, the first with the samples of all."""
+    steps: list[list[StepTrace]] = [[] for _ in ranks]
+    for number in numbers:
+        of_ranks = [rank.trace.steps[number] for rank in ranks]
+        counts = [max(1, len(step.samples)) for step in of_ranks]
+        loss = sum(step.loss * count for step, count in zip(of_ranks, counts, strict=True)) / sum(counts)
+        # By index if a sample is another one in each epoch; sorted, as ranks may take those of a batch in turn.
+        parts = [rank.steps[number].samples if rank.is_augmented else rank.trace.steps[number].samples for rank in ranks]
+        samples = tuple(sorted(sample for part in parts for sample in part))
+        for rank, step in enumerate(of_ranks):
+            steps[rank].append(replace(step, loss=loss, samples=() if rank else samples))
+    # What the loaders know of the size of the data set is compared below.
+    sizes: dict[str, int | None] = {"samples of the data set": 0}
+    return [replace(rank.trace, sizes=sizes, steps=tuple(each)) for rank, each in zip(ranks, steps, strict=True)]
+
+
+# What loaders, generators and schedules show, whatever the numbers are.
+
+
+def _structural(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> Iterator[Diagnosis]:
+    """Yield the causes that can be seen without comparing gradients."""
+    numbers = _numbers(one, ranks)
+    comparison = _compare(one, ranks)
+    who = plural(len(ranks), "rank")
+    samples = list(_of_samples(one, ranks))
+    yield from samples[:1]
+    for before, after in _consecutive(ranks[0].passes):
+        if before.shuffles and before.indices == after.indices and len(before.indices) > 1:
+            yield _diagnosis(Cause.EPOCH, f"Two passes over {before.dataset} have the same shuffled order.")
+            break
+    equal = [number for number in numbers if _have_equal_masks([rank.steps[number] for rank in ranks])]
+    if equal and len(ranks) > 1:
+        evidence = f"At step {equal[0]}, forward draws random numbers, and the generators of all ranks are equal."
+        yield _diagnosis(Cause.MASKS, evidence)
+    if start := comparison.of_kind("initial parameter"):
+        yield _diagnosis(Cause.MODEL, f"The ranks start from other weights than one process: {start}.")
+    if rate := comparison.of_kind("learning rate"):
+        yield _diagnosis(Cause.RATES, f"The ranks train with another {rate}.")
+    counts = [len(rank.steps) for rank in ranks]
+    if not samples and {*counts} != {len(one.steps)}:
+        text = " and ".join(f"rank {rank} {count}" for rank, count in enumerate(counts))
+        yield _diagnosis(Cause.STEPS, f"One process makes {len(one.steps)} updates, {text}.")
+    evaluations = [[each for each in rank.passes if not each.is_training and each.indices] for rank in (one, *ranks)]
+    for whole, *parts in zip(*evaluations, strict=False):
+        if problem := _problem_of_evaluation(whole, parts):
+            yield _diagnosis(Cause.EVALUATION, f"An evaluation of {whole.dataset} on {who}: {problem}.")
+            break
+
+
+def _consecutive(passes: Sequence[Pass]) -> Iterator[tuple[Pass, Pass]]:
+    """Yield each two passes for training over the same data set."""
+    trained = [each for each in passes if each.is_training]
+    yield from (pair for pair in zip(trained, trained[1:], strict=False) if pair[0].dataset == pair[1].dataset)
+
+
+def _have_equal_masks(steps: Sequence[ScriptStep]) -> bool:
+    return all(step.draws for step in steps) and len({step.random_state for step in steps}) == 1
+
+
+def _of_samples(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> Iterator[Diagnosis]:
+    """Yield why the ranks train on other samples than one process; the first says it best."""
+    whole, parts = len(one.steps[0].samples), [len(rank.steps[0].samples) for rank in ranks]
+    numbers, who = _numbers(one, ranks), plural(len(ranks), "rank")
+    of_steps = [[sorted(rank.trace.steps[number].samples) for rank in ranks] for number in numbers]
+    if len(ranks) > 1 and all(each[0] and all(part == each[0] for part in each) for each in of_steps):
+        evidence = f"All {who} train on the same samples: {parts[0]} in the first update, where one process has {whole}."
+        yield _diagnosis(Cause.SAMPLER, evidence)
+    trained = [[each for each in rank.passes if each.is_training] for rank in (one, *ranks)]
+    # A rank may also have a data set of its own, with its part of the samples.
+    passes = [each for each in zip(*trained, strict=False) if len({found.dataset for found in each}) == 1]
+    for expected, *found in passes if not one.is_augmented else ():
+        for rank, each in enumerate(found):
+            wrong = [index for index, digest in each.contents.items() if expected.contents.get(index, digest) != digest]
+            if wrong:
+                evidence = f"Sample {wrong[0]} of {each.dataset} on rank {rank} is not that of one process."
+                yield _diagnosis(Cause.DATA, evidence)
+    if sum(parts) == len(ranks) * whole and len(ranks) > 1:
+        evidence = f"An update takes {sum(parts)} samples instead of {whole}: {parts[0]} on each of {who}."
+        yield _diagnosis(Cause.BATCH, evidence)
+    for expected, *found in passes:
+        counts, wanted = Counter(index for each in found for index in each.indices), Counter(expected.indices)
+        twice, never = (counts - wanted).total(), len(wanted.keys() - counts.keys())
+        if 0 < twice < len(ranks) and not never:
+            yield _diagnosis(Cause.PADDED, f"{plural(twice, 'sample')} of {expected.dataset} count twice in an epoch.")
+        elif twice and never:
+            evidence = f"In an epoch, {never} of {len(wanted)} samples are on no rank, and {twice} on more than one."
+            yield _diagnosis(Cause.SAMPLER, evidence)
+        elif never:
+            yield _diagnosis(Cause.DATA, f"In an epoch, {never} of {len(wanted)} samples are on no rank.")
+    if sample := _compare(one, ranks).of_kind("sample"):
+        yield _diagnosis(Cause.DATA, f"The ranks do not train on what one process trains on: {sample}.")
+
+
+def _problem_of_evaluation(whole: Pass, parts: Sequence[Pass]) -> str:
+    """Return what is wrong with an evaluation, in which one process has read all; empty if nothing is."""
+    wanted, found = {*whole.indices}, [{*part.indices} for part in parts]
+    if any(part >= wanted for part in found):
+        return ""
+    if len(union := set[object]().union(*found)) < len(wanted):
+        return f"{len(union)} of {len(wanted)} samples are evaluated"
+    if any(part.is_combined for part in parts):
+        return ""
+    sizes = " and ".join(str(len(part)) for part in found)
+    return f"each evaluates its part ({sizes} of {len(wanted)} samples), and the results are not combined"
+
+
+# What the numbers show.
+
+# With other samples or rates, gradients and weights are others, too.
+_EXPLAINS = {Cause.BATCH, Cause.SAMPLER, Cause.PADDED, Cause.DATA, Cause.MODEL, Cause.RATES, Cause.STEPS}
+_OF_RANKS = {Cause.BESIDE, Cause.UNREDUCED, Cause.CLIPPED, Cause.BUFFERS, Cause.STATE}
+
+
+def _of_ranks(ranks: Sequence[ScriptTrace], norms: Collection[str]) -> Iterator[Diagnosis]:
+    """Yield why ranks do not hold the same: their gradients at an update, their attributes, their buffers."""
+    for number in _numbers(ranks[0], ranks):
+        steps, traces = [rank.steps[number] for rank in ranks], [rank.trace.steps[number] for rank in ranks]
+        unequal = _unequal(traces, "gradient")
+        if outside := [name for name in steps[0].outside if name in unequal]:
+            evidence = f"The optimizer updates {', '.join(outside[:3])}, which no data-parallel wrapper has."
+            yield _diagnosis(Cause.BESIDE, evidence)
+        elif unequal:
+            how = ": forward was called on the module in the wrapper, or backward in no_sync" * steps[0].bypassed
+            text = f"The gradient of {unequal[0]} differs between the ranks at the update of step {number}{how}."
+            yield _diagnosis(Cause.UNREDUCED, text)
+        if len({step.before_clipping for step in steps}) > 1 and not unequal:
+            text = f"At step {number}, each rank clips its own gradients, and then they are averaged."
+            yield _diagnosis(Cause.CLIPPED, text)
+        # Batch norm's statistics differ until the next forward.
+        buffers = [each for each in _unequal(traces, "buffer") if each.rpartition(".")[0].rpartition(":")[2] not in norms]
+        if buffers:
+            yield _diagnosis(Cause.BUFFERS, f"{buffers[0]} differs between the ranks at step {number}.")
+        for name, value in steps[0].attributes.items():
+            others = [step.attributes.get(name) for step in steps[1:]]
+            begun = [rank.steps[0].attributes.get(name) for rank in ranks]
+            if any(other != value for other in others) and begun != [value, *others]:
+                text = f"The attribute {name} has other values on the ranks at step {number}, and changes."
+                yield _diagnosis(Cause.STATE, text)
+
+
+def _of_means(one: ScriptTrace, ranks: Sequence[ScriptTrace], first: Difference) -> Iterator[Diagnosis]:
+    """Yield why gradients or updates, which are the same on all ranks, are not those of one process."""
+    assert first.step is not None
+    number, expected = first.step, one.trace.steps[first.step]
+    traces, sizes = [rank.trace.steps[number] for rank in ranks], [len(rank.steps[number].samples) for rank in ranks]
+    losses = [trace.loss for trace in traces]
+    if first.kind == "parameter":
+        yield _diagnosis(Cause.UPDATE, f"Gradients and rates are those of one process, the update is not: {first}.")
+    elif first.kind == "gradient" and (factor := _factor(expected, traces[0])) is not None:
+        mean = sum(losses) / len(losses) / expected.loss if expected.loss else 1.0
+        ends = " < ".join(ranks[0].steps[number].loss[:3])
+        text = f"At step {number}, gradients are {factor:.3g} times those of one process, and losses {mean:.3g} times"
+        yield _diagnosis(Cause.SCALED, f"{text}. The loss ends in {ends} (the last operation first).")
+    elif first.kind == "gradient" and len({*sizes}) > 1:
+        text = f"At step {number}, the ranks have {' and '.join(map(str, sizes))} samples, but their means count alike."
+        yield _diagnosis(Cause.WEIGHTING, text)
+    elif first.kind == "gradient" and min(losses) < expected.loss < max(losses):
+        text = f"At step {number}, the loss of one process is {expected.loss:.4g}, and those of the ranks are "
+        text += f"{' and '.join(f'{loss:.4g}' for loss in losses)}: the parts do not count as they do in the whole."
+        yield _diagnosis(Cause.WEIGHTING, text)
+
+
+def _unequal(traces: Sequence[StepTrace], kind: str) -> list[str]:
+    """Return the names of the tensors that do not have the same bits on all ranks."""
+    found = traces[0].tensors[kind]
+    others = [trace.tensors[kind] for trace in traces[1:]]
+    return [name for name, each in found.items() if any(name in o and o[name].digest != each.digest for o in others)]
+
+
+def _factor(expected: StepTrace, found: StepTrace) -> float | None:
+    """Return the factor by which all gradients differ; None if there is none, or if it is 1."""
+    theirs, ours = (step.tensors["gradient"] for step in (expected, found))
+    if not theirs or theirs.keys() != ours.keys():
+        return None
+    wanted, given = (torch.cat([each[name].values for name in theirs]) for each in (theirs, ours))
+    factor = float(wanted @ given / (wanted @ wanted).clamp(min=1e-30))
+    is_scaled = float((given - factor * wanted).norm()) < 0.01 * float(given.norm())
+    return factor if is_scaled and abs(factor - 1) > 0.01 else None
