@@ -363,6 +363,11 @@ BaseDataLoaderIter, *LoaderIters = (
 INDEX_SAMPLER = "_index_sampler"
 
 
+def mark_all_returned(iterator: Any) -> None:
+    """Count all batches of a pass as returned by the iterator of a DataLoader: some were skipped."""
+    iterator._num_yielded = operator.length_hint(iterator._index_sampler)
+
+
 def describe_node(node: Any) -> str:
     """Return the operation of a node of the autograd graph, with the number and the reduction that it has saved."""
     name, other = node.name().removesuffix("Backward0"), getattr(node, "_saved_other", None)

@@ -98,7 +98,7 @@ def rehearse(
             setups.append(["lockstep.observe.monitor:attach", str(record)])
         environ = {**os.environ, RANK_SETUP: json.dumps(setups), **dict.fromkeys(_HIDES_GPUS, "")}
         began = time.monotonic()
-        code, lines = run_job(command, environ, shows=shows)
+        code, lines = _run(command, environ, shows=shows)
         seconds = time.monotonic() - began
         with contextlib.suppress(ConfigurationError):  # nothing was recorded
             if (slow := find_figures(read_run(record)).straggler) is not None:
@@ -133,7 +133,7 @@ class Line(NamedTuple):
     text: str
 
 
-def run_job(command: Sequence[str], environ: Mapping[str, str], *, shows: bool) -> tuple[int, list[Line]]:
+def _run(command: Sequence[str], environ: Mapping[str, str], *, shows: bool) -> tuple[int, list[Line]]:
     """Run ``command`` to its end; return its exit code and its log, with the time of each line.
 
     Blocks as long as it runs. Ctrl-C also reaches the command, and this waits for its end.

@@ -3,22 +3,32 @@
 import json
 import os
 import pickle
-import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
-from lockstep.errors import ConfigurationError
+from lockstep.errors import ConfigurationError, JobHangs, RankFailed
+from lockstep.launcher.api import environment_restored, threads_for
 from lockstep.launcher.bootstrap import RANK_SETUP
+from lockstep.launcher.cli import run
 from lockstep.study.common import log
-from lockstep.study.rehearse.runner import run_job
 from lockstep.study.verify.causes import Cause, Diagnosis, Row
 from lockstep.study.verify.diagnose import Verification
-from lockstep.study.verify.fingerprint import SINGLE, Difference, StepTrace, Tolerance, Trace, TraceComparison, compare
+from lockstep.study.verify.fingerprint import (
+    SINGLE,
+    Difference,
+    StepTrace,
+    Tolerance,
+    Trace,
+    TraceComparison,
+    compare,
+    distance,
+)
 from lockstep.study.verify.interventions import Subject
 from lockstep.study.verify.script_recorder import Pass, ScriptStep, ScriptTrace
 from lockstep.train.plan import plural
@@ -31,9 +41,6 @@ _RECORDER = "lockstep.study.verify.script_recorder:ScriptRecorder"
 
 # A longer wait of a rank for another is a hang.
 _WATCHDOG_S = 30
-
-# Lines of a failed script that are shown.
-_NUM_LINES = 12
 
 FIXES = {
     Cause.BATCH: "Divide it: batch_size=BATCH // world_size, or give the loader to lockstep.prepare.",
@@ -52,6 +59,8 @@ FIXES = {
     Cause.BUFFERS: "Change buffers and copies of the model in the same way on every rank: from values that all have.",
     Cause.STATE: "Change attributes in the same way on every rank, not on rank 0 only.",
     Cause.WEIGHTING: "Weight each rank by what its loss counts: lockstep.backward(loss, mean_over=count).",
+    Cause.TERM: "Add the penalty once: to the loss of every rank if gradients are averaged, or use weight_decay.",
+    Cause.COUPLED: "Gather what samples need of each other from all ranks, and make each term a mean over samples.",
     Cause.EVALUATION: "Sum counts and totals over all ranks (all_reduce), or evaluate everything on rank 0.",
     Cause.UPDATE: "Look for code between backward and step, or in the optimizer, that depends on the rank.",
     Cause.OPERATOR: "Seed the script; torch.use_deterministic_algorithms(True) replaces or names operators.",
@@ -85,6 +94,9 @@ def verify_script(
             f"Run it: lockstep run --devices 1 {' '.join(command)}"
         )
     ranks, failure = runs.run(devices)
+    if any(_other_samples(expected, found) for expected, found, *_ in _passes(one, ranks)):
+        # On rank 0, whose seeds are those of one process: padded with the rest of the batch, for example.
+        one, *ranks = (replace(each, is_augmented=True) for each in (one, *ranks))
     remark = failure and f"The script has failed on {plural(devices, 'rank')}:\n{failure}"
     comparison = _compare(one, ranks)
     subject = Subject(command[0], Settings(), devices, steps, _numbers(one, ranks), double=False)
@@ -98,14 +110,15 @@ def verify_script(
         # These make runs differ that are right otherwise, and hide what else is wrong.
         ((clean, *_), _), (clean_ranks, _) = runs.run(1, *off), runs.run(devices, *off)
         if _numbers(clean, clean_ranks):
-            one, ranks = clean, clean_ranks
+            is_augmented = one.is_augmented
+            one, *ranks = (replace(each, is_augmented=is_augmented) for each in (clean, *clean_ranks))
             without = _compare(one, ranks)
             rows.append(Row(" and ".join(off), "one rank, ranks", str(without), without.same))
             if draws and without.same and Cause.MASKS not in {found.cause for found in findings}:
                 evidence = f"Training draws random numbers ({', '.join(one.trace.draws)}), other ones on each rank."
                 findings.append(_diagnosis(Cause.RANDOM, evidence))
             if norms and without.same:
-                evidence = f"Each rank normalises with the mean and variance of its own samples ({one.norms[0]} ...)."
+                evidence = f"Each rank normalises with the mean and variance of its own samples ({', '.join(one.norms[:3])})."
                 findings.append(_diagnosis(Cause.BATCHNORM, evidence))
     if not (last := _compare(one, ranks)).same:
         findings += _of_ranks(ranks, one.norms)
@@ -146,14 +159,17 @@ class _Runs:
         self._num_runs += 1
         what = f", {' and '.join(off)} turned off" if off else ""
         self._report(f"run {self._num_runs} of at most 5: {plural(num_ranks, 'rank')}{what}")
-        with TemporaryDirectory(prefix="lockstep-verify-") as folder:
-            setup = [[_RECORDER, folder, self._steps, list(off)]]
-            job = ["run", "--devices", str(num_ranks), "--watchdog", str(_WATCHDOG_S), *self._command]
-            environ = {**os.environ, RANK_SETUP: json.dumps(setup)}
-            code, lines = run_job([sys.executable, "-m", "lockstep", *job], environ, shows=False)
-            traces = [_read(Path(folder) / str(rank)) for rank in range(num_ranks)]
-        failure = "\n".join(line.text for line in lines[-_NUM_LINES:])
-        return traces, failure if code else ""
+        with TemporaryDirectory(prefix="lockstep-verify-") as folder, environment_restored():
+            os.environ[RANK_SETUP] = json.dumps([[_RECORDER, folder, self._steps, list(off)]])
+            os.environ.setdefault("OMP_NUM_THREADS", str(threads_for(num_ranks)))
+            flags = {"devices": num_ranks, "watchdog": _WATCHDOG_S, "redirects": 3, "log-dir": f"{folder}/logs"}
+            job = [*(word for name, value in flags.items() for word in (f"--{name}", str(value))), *self._command]
+            failure = ""
+            try:
+                run(job)
+            except (JobHangs, RankFailed) as error:
+                failure = str(error)
+            return [_read(Path(folder) / str(rank)) for rank in range(num_ranks)], failure
 
 
 def _read(path: Path) -> ScriptTrace:
@@ -167,7 +183,10 @@ def _read(path: Path) -> ScriptTrace:
 def _compare(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> TraceComparison:
     """Compare the updates of one rank with those of N."""
     numbers = _numbers(one, ranks)
-    return compare(_together([one], numbers), _together(ranks, numbers), _HALF if one.is_half else SINGLE)
+    found = compare(_together([one], numbers), _together(ranks, numbers), _HALF if one.is_half else SINGLE)
+    # A script may scale the loss of a part as it likes, if its gradients are right.
+    is_same = all(each.kind == "loss" for each in found.differences)
+    return replace(found, differences=()) if is_same else found
 
 
 def _together(ranks: Sequence[ScriptTrace], numbers: Sequence[int]) -> list[Trace]:
@@ -238,19 +257,15 @@ def _of_samples(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> Iterator[Diag
     if len(ranks) > 1 and all(each[0] and all(part == each[0] for part in each) for each in of_steps):
         evidence = f"All {who} train on the same samples: {parts[0]} in the first update, where one process has {whole}."
         yield _diagnosis(Cause.SAMPLER, evidence)
-    trained = [[each for each in rank.passes if each.is_training] for rank in (one, *ranks)]
-    # A rank may also have a data set of its own, with its part of the samples.
-    passes = [each for each in zip(*trained, strict=False) if len({found.dataset for found in each}) == 1]
-    for expected, *found in passes if not one.is_augmented else ():
+    for expected, *found in _passes(one, ranks):
         for rank, each in enumerate(found):
-            wrong = [index for index, digest in each.contents.items() if expected.contents.get(index, digest) != digest]
-            if wrong:
+            if not one.is_augmented and (wrong := _other_samples(expected, each)):
                 evidence = f"Sample {wrong[0]} of {each.dataset} on rank {rank} is not that of one process."
                 yield _diagnosis(Cause.DATA, evidence)
     if sum(parts) == len(ranks) * whole and len(ranks) > 1:
         evidence = f"An update takes {sum(parts)} samples instead of {whole}: {parts[0]} on each of {who}."
         yield _diagnosis(Cause.BATCH, evidence)
-    for expected, *found in passes:
+    for expected, *found in _passes(one, ranks):
         counts, wanted = Counter(index for each in found for index in each.indices), Counter(expected.indices)
         twice, never = (counts - wanted).total(), len(wanted.keys() - counts.keys())
         if 0 < twice < len(ranks) and not never:
@@ -264,13 +279,32 @@ def _of_samples(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> Iterator[Diag
         yield _diagnosis(Cause.DATA, f"The ranks do not train on what one process trains on: {sample}.")
 
 
+def _passes(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> Iterator[tuple[Pass, ...]]:
+    """Yield each pass that trains, of one process and of each rank, if all have the same data set.
+
+    A rank may also have a data set of its own, with its part of the samples.
+    """
+    trained = [[each for each in rank.passes if each.is_training] for rank in (one, *ranks)]
+    for found in zip(*trained, strict=False):
+        if len({each.dataset for each in found}) == 1 and not found[0].is_stream:
+            yield found
+
+
+def _other_samples(expected: Pass, found: Pass) -> list[Any]:
+    """Return the indices at which two passes have loaded different samples."""
+    return [index for index, each in found.contents.items() if expected.contents.get(index, each) != each]
+
+
 def _problem_of_evaluation(whole: Pass, parts: Sequence[Pass]) -> str:
     """Return what is wrong with an evaluation, in which one process has read all; empty if nothing is."""
     wanted, found = {*whole.indices}, [{*part.indices} for part in parts]
-    if any(part >= wanted for part in found):
+    if whole.is_stream or any(len(part) >= len(wanted) for part in found):
         return ""
-    if len(union := set[object]().union(*found)) < len(wanted):
-        return f"{len(union)} of {len(wanted)} samples are evaluated"
+    # Ranks may have data sets of their own, with other samples at the same indices.
+    is_same = all(part.dataset == whole.dataset for part in parts)
+    num = len(set[object]().union(*found)) if is_same else sum(map(len, found))
+    if num < len(wanted):
+        return f"{num} of {len(wanted)} samples are evaluated"
     if any(part.is_combined for part in parts):
         return ""
     sizes = " and ".join(str(len(part)) for part in found)
@@ -327,10 +361,17 @@ def _of_means(one: ScriptTrace, ranks: Sequence[ScriptTrace], first: Difference)
     elif first.kind == "gradient" and len({*sizes}) > 1:
         text = f"At step {number}, the ranks have {' and '.join(map(str, sizes))} samples, but their means count alike."
         yield _diagnosis(Cause.WEIGHTING, text)
+    elif first.kind == "gradient" and (times := _times_weights(one, number, traces[0])) is not None:
+        text = f"At step {number}, gradients differ by {times:.3g} times the weights: a penalty counts {len(ranks)} times"
+        yield _diagnosis(Cause.TERM, f"{text}, or not at all.")
     elif first.kind == "gradient" and min(losses) < expected.loss < max(losses):
         text = f"At step {number}, the loss of one process is {expected.loss:.4g}, and those of the ranks are "
         text += f"{' and '.join(f'{loss:.4g}' for loss in losses)}: the parts do not count as they do in the whole."
         yield _diagnosis(Cause.WEIGHTING, text)
+    elif first.kind == "gradient":
+        text = f"At step {number}, samples and weights are those of one process, but the losses of the ranks, "
+        text += f"{' and '.join(f'{loss:.4g}' for loss in losses)}, are not parts of its loss, {expected.loss:.4g}."
+        yield _diagnosis(Cause.COUPLED, text)
 
 
 def _unequal(traces: Sequence[StepTrace], kind: str) -> list[str]:
@@ -338,6 +379,23 @@ def _unequal(traces: Sequence[StepTrace], kind: str) -> list[str]:
     found = traces[0].tensors[kind]
     others = [trace.tensors[kind] for trace in traces[1:]]
     return [name for name, each in found.items() if any(name in o and o[name].digest != each.digest for o in others)]
+
+
+def _times_weights(one: ScriptTrace, number: int, found: StepTrace) -> float | None:
+    """Return how many times the weights the gradients differ by; None if they do in another way."""
+    before = one.trace.steps[number - 1].tensors if number else one.trace.initial
+    wanted, given = one.trace.steps[number].tensors["gradient"], found.tensors["gradient"]
+    pairs = [
+        (given[name].values - wanted[name].values, weights.values)
+        for name, weights in before["parameter"].items()
+        # A penalty may leave some out, such as biases.
+        if name in wanted and name in given and distance(given[name], wanted[name]) > 1e-3 * wanted[name].norm
+    ]
+    if not pairs:
+        return None
+    apart, weights = (torch.cat(each) for each in zip(*pairs, strict=True))
+    times = float(weights @ apart / (weights @ weights).clamp(min=1e-30))
+    return times if float((apart - times * weights).norm()) < 0.05 * float(apart.norm()) else None
 
 
 def _factor(expected: StepTrace, found: StepTrace) -> float | None:

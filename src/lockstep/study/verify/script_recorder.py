@@ -27,7 +27,7 @@ from lockstep.data.order import mix, seed_cpu
 from lockstep.study.verify.fingerprint import Fingerprint, ModelFingerprint, StepTrace, Trace, fingerprint, read_rates
 from lockstep.study.verify.interventions import NoBatchStatistics, Watch, is_batch_norm
 from lockstep.telemetry.instrument import Instrument, in_backward
-from lockstep.torch_internals import INDEX_SAMPLER, BaseDataLoaderIter, describe_node
+from lockstep.torch_internals import INDEX_SAMPLER, BaseDataLoaderIter, describe_node, mark_all_returned
 from lockstep.train.checkpoints.model_state import unwrap
 
 # [Note: the script is cut short]
@@ -37,6 +37,8 @@ from lockstep.train.checkpoints.model_state import unwrap
 # All of this depends on counts only, which are the same on all ranks of a script without errors.
 
 _NUM_EPOCHS = 3
+# Updates of a pass over a stream.
+_NUM_OF_STREAM = 20
 # After so many passes of one batch the script ends: it may train until it has made a number of updates.
 _NUM_LATE = 40
 
@@ -52,7 +54,8 @@ class Pass:
     """One pass over a loader.
 
     Attributes:
-        dataset: Class and length of the data set.
+        dataset: Class and length of the data set; that of a rank may be its part.
+        is_stream: Whether it has no indices, so that only what was loaded is known.
         shuffles: Whether the sampler shuffles, and has to be given the epoch.
         indices: What the sampler yielded, also for batches that were not loaded; of a stream, digests of samples.
         contents: By index, a digest of the sample.
@@ -61,6 +64,7 @@ class Pass:
     """
 
     dataset: str
+    is_stream: bool
     shuffles: bool
     indices: list[Any] = field(default_factory=list)
     contents: dict[Any, bytes] = field(default_factory=dict)
@@ -134,7 +138,7 @@ class _ShortSampler:
             yield indices
             if found.is_enough():
                 break
-        if not found.is_stream:
+        if not found.about.is_stream:
             left = [(indices, found.note(indices)) for indices in rest]
             for indices, noted in left[len(left) - found.num_last(len(left)) :]:
                 found.waiting.append(noted)
@@ -155,7 +159,6 @@ class _OpenPass:
 
     recorder: "ScriptRecorder"
     about: Pass
-    is_stream: bool
     is_late: bool
     source: int
     num_before: int
@@ -165,7 +168,7 @@ class _OpenPass:
 
     def note(self, indices: Any) -> list[Any]:
         """Add what the sampler has yielded, and return it as a list."""
-        if self.is_stream:
+        if self.about.is_stream:
             return []
         found = indices if isinstance(indices, list | tuple) else [indices]
         found = [each if isinstance(each, int) else str(each) for each in found]
@@ -175,7 +178,9 @@ class _OpenPass:
     def is_enough(self) -> bool:
         """Return whether of what follows only the last batches are loaded."""
         if self.about.is_training:
-            return self.is_late or self._num_updates >= self.recorder.num_steps - 1
+            # The end of a stream can only be seen by reading it.
+            num_steps = _NUM_OF_STREAM if self.about.is_stream else self.recorder.num_steps - 1
+            return self.is_late or self._num_updates >= num_steps
         return self.is_late or self.num_loaded > self.recorder.num_steps
 
     def num_last(self, num: int) -> int:
@@ -287,7 +292,7 @@ class ScriptRecorder:
         """Return a new pass over a data set, by a sampler of indices or of lists of them."""
         sampler, is_stream = getattr(sampler, "sampler", sampler), isinstance(dataset, IterableDataset)
         kind = type(dataset).__name__ if is_stream else f"{type(dataset).__name__} of {len(dataset)}"
-        about = Pass(kind, isinstance(sampler, HasEpochs) and bool(getattr(sampler, "shuffle", False)))
+        about = Pass(kind, is_stream, isinstance(sampler, HasEpochs) and bool(getattr(sampler, "shuffle", False)))
         is_late = self._epochs[id(dataset)] >= _NUM_EPOCHS
         if is_late:
             self._num_late += 1
@@ -295,7 +300,7 @@ class ScriptRecorder:
                 self._end_script()
         else:
             self._passes.append(about)
-        return _OpenPass(self, about, is_stream, is_late, id(dataset), self.num_updates)
+        return _OpenPass(self, about, is_late, id(dataset), self.num_updates)
 
     def _around_load(self, original: Callable[..., Any], loader: Any) -> Any:
         """Around the start of a pass, and each of its batches: what is drawn for data does not count."""
@@ -316,10 +321,11 @@ class ScriptRecorder:
         except StopIteration:
             if sampler.newest is not None:
                 sampler.newest.is_over = True
+            mark_all_returned(iterator)  # our own sampler asks for it: those that were skipped, too
             raise
         if (found := sampler.newest) is not None:
             indices, rows = found.waiting.popleft(), _row_digests(batch)
-            if found.is_stream:
+            if found.about.is_stream:
                 found.about.indices += rows
                 indices = rows
             if len(rows) == len(indices):
