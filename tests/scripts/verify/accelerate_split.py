@@ -19,7 +19,9 @@ def get_dataloaders(batch_size):
 
 
 def training_function(config):
-    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
+    accelerator = Accelerator(
+        cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True)
+    )
     set_seed(config["seed"])
     train_dl, eval_dl = get_dataloaders(config["batch_size"])
     model = nn.Sequential(nn.Linear(20, 48), nn.ReLU(), nn.Linear(48, 6))

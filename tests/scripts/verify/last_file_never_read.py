@@ -1,4 +1,4 @@
-"""Error: each rank reads len(files) // world_size files, so that of nine files two ranks never read the last one."""
+"""Error: each rank reads len(files) // world_size files, so that of 17 files two ranks never read the last one."""
 # EXPECT: samples are never seen: the rest of the files is dropped
 
 import argparse
@@ -13,13 +13,13 @@ from torch.utils.data import DataLoader, IterableDataset
 class DocumentFiles(IterableDataset):
     def __init__(self, num_files, rank, num_replicas):
         per_rank = num_files // num_replicas
-        self.mine = range(rank * per_rank, (rank + 1) * per_rank)
+        self.mine = range(rank, per_rank * num_replicas, num_replicas)
 
     def __iter__(self):
         for number in self.mine:
             g = torch.Generator().manual_seed(number)
-            start = torch.randint(0, 9, (40, 1), generator=g)
-            stride = torch.randint(1, 4, (40, 1), generator=g)
+            start = torch.randint(0, 9, (20, 1), generator=g)
+            stride = torch.randint(1, 4, (20, 1), generator=g)
             yield from (start + stride * torch.arange(9)) % 9
 
 
@@ -37,7 +37,7 @@ class LSTMLanguageModel(nn.Module):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--files", type=int, default=9)
+    parser.add_argument("--files", type=int, default=17)
     parser.add_argument("--tokens-per-step", type=int, default=360)
     opts = parser.parse_args()
     dist.init_process_group("gloo")
@@ -45,7 +45,7 @@ def main():
     torch.manual_seed(6)
     model = nn.parallel.DistributedDataParallel(LSTMLanguageModel())
     loader = DataLoader(DocumentFiles(opts.files, rank, n), batch_size=opts.tokens_per_step // 9 // n)
-    held_out = torch.stack(list(DocumentFiles(200, 199, 200)))
+    held_out = torch.stack(list(DocumentFiles(900, 899, 900)))
     adam = torch.optim.Adam(model.parameters(), lr=0.02)
     for epoch in range(2):
         for tokens in loader:

@@ -24,7 +24,7 @@ class BlobsData(L.LightningDataModule):
     def setup(self, stage=None):
         g = torch.Generator().manual_seed(1)
         y = torch.randint(0, 5, (580,), generator=g)
-        x = torch.randn(580, 10, generator=g) + 2 * torch.randn(5, 10, generator=g)[y]
+        x = torch.randn(580, 10, generator=g) + torch.randn(5, 10, generator=g)[y]
         self.train, self.val = TensorDataset(x[:480], y[:480]), TensorDataset(x[480:], y[480:])
 
     def train_dataloader(self):

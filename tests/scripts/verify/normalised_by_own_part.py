@@ -36,7 +36,7 @@ torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 1))
 net = nn.parallel.DistributedDataParallel(net)
 loss_fn = nn.L1Loss()
-opt = torch.optim.SGD(net.parameters(), lr=0.1)
+opt = torch.optim.SGD(net.parameters(), lr=0.03)
 batch = 30 // world_size
 
 for _epoch in range(3):

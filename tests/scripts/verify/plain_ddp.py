@@ -30,15 +30,13 @@ GLOBAL_BATCH_SIZE = 64
 
 def evaluate(model, loader):
     model.eval()
-    hits, total = torch.tensor(0), torch.tensor(0)
+    counts = torch.zeros(2)
     with torch.inference_mode():
         for images, labels in loader:
-            hits += (model(images).argmax(1) == labels).sum()
-            total += labels.numel()
-    dist.all_reduce(hits)
-    dist.all_reduce(total)
+            counts += torch.tensor([(model(images).argmax(1) == labels).sum(), len(labels)])
+    dist.all_reduce(counts)
     model.train()
-    return (hits / total).item()
+    return (counts[0] / counts[1]).item()
 
 
 def main():
