@@ -14,7 +14,7 @@ import click
 from lockstep.cli import INTERRUPTED, command
 from lockstep.cli.train import devices_of_flag, settings_options, takes_task
 from lockstep.env import RankEnv
-from lockstep.errors import EXIT_CODE, ConfigurationError
+from lockstep.errors import ConfigurationError
 from lockstep.launcher import fork_server
 from lockstep.record_files import hide_secrets
 from lockstep.study.common import console, to_json
@@ -242,7 +242,8 @@ def verify(
     """Train some steps of TASK.py as one process and as N ranks: is it the same run?
 
     If not, names the first tensor that differs, and finds the cause by turning off one feature at a time. Computes in
-    float64 where the task allows it. Exit code 0: the same run; 1: it is not, or an error.
+    float64 where the task allows it. Exit code 0: the same run; 3: the same, apart from dropout masks, other random
+    numbers in forward, or batch norm statistics; 1: not the same, or an error.
 
     Examples:
       lockstep verify examples/digits.py --devices 2
@@ -261,7 +262,7 @@ def verify(
     found = run(task_file, devices=_num_devices(devices), steps=steps, settings=given)
     console().print(found)
     write("findings", json_file, found.to_json())
-    return 0 if found.same else EXIT_CODE
+    return found.exit_code
 
 
 @command()

@@ -1,15 +1,15 @@
 """Why two runs differ: experiments on determinism, on the division of a batch, and on the ranks' state."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import partial
 from typing import Any, TypeVar
 
 from lockstep.comm.world import World
 from lockstep.study.verify.fingerprint import DOUBLE, EXACT, SINGLE, Kind, Tolerance, Trace, TraceComparison, compare
-from lockstep.study.verify.interventions import Experiment, Given, Off, Subject, Switch
+from lockstep.study.verify.interventions import PRIVATE, Experiment, Given, Off, Subject, Switch
 from lockstep.study.verify.reference_loop import StepWeights, explain, measure_weights, perform
+from lockstep.train.plan import plural
 
 
 class Cause(StrEnum):
@@ -123,6 +123,69 @@ def attempt(run: Callable[..., T], *args: Any) -> T | str:
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
+# Words for the features that depend on the division of the batch.
+_OF_DIVISION: dict[Switch, str] = {
+    "random": "random state",
+    "batchnorm": "BatchNorm statistics",
+    "state": "changes of buffers in forward",
+    "weights": "sample weighting",
+}
+# The largest number of experiments: with draws turned off (2), in `study_division` (12), and later.
+NUM_LATER = 11
+NUM_MOST = 2 + 12 + NUM_LATER
+
+
+@dataclass
+class Progress:
+    """Counts the experiments, and reports each before it runs.
+
+    Attributes:
+        report: Called with a text; also in the processes, so it must be picklable.
+        most: The largest possible number of experiments, as far as is known.
+        num: The number of experiments so far.
+    """
+
+    report: Callable[[str], None]
+    most: int = NUM_MOST
+    num: int = 0
+
+    def begin(self, text: str) -> None:
+        """Report the next experiment."""
+        self.num += 1
+        self.report(f"experiment {self.num} of at most {self.most}: {text}")
+
+    def limit(self, num_left: int) -> None:
+        """Reduce the largest number to that of so far and ``num_left``."""
+        self.most = min(self.most, self.num + num_left)
+
+
+@dataclass
+class Lab:
+    """Runs experiments in this process or, collectively, on the ranks of ``world``; each of them once."""
+
+    subject: Subject
+    given: Given
+    world: World
+    progress: Progress
+    known: dict[Experiment, Outcome] = field(default_factory=dict)
+
+    def run(self, experiment: Experiment) -> Outcome:
+        """Return the traces of this process, or why the experiment failed."""
+        if experiment not in self.known:
+            if self.world.rank == 0:
+                self.progress.begin(self._describe(experiment))
+            self.known[experiment] = attempt(perform, self.subject, experiment, self.given, self.world)
+        return self.known[experiment]
+
+    def _describe(self, experiment: Experiment) -> str:
+        who = plural(self.world.world_size, "rank") if experiment.division == "ranks" else "one process"
+        if experiment.reproducible:
+            return f"{who}, --reproducible {experiment.reproducible}"
+        names = [name for switch, name in _OF_DIVISION.items() if switch in experiment.off]
+        shares = ", share after share" if experiment.division == "shares" else ""
+        return f"{who}{shares}, {' and '.join(names) or 'nothing'} turned off"
+
+
 def tolerance_of(subject: Subject) -> Tolerance:
     """Return how far apart numbers may be."""
     return DOUBLE if subject.double else SINGLE
@@ -150,6 +213,17 @@ class Findings:
         """Record an experiment that failed, which excludes nothing."""
         self.rows.append(Row(trial, pair, f"failed: {reason}", False, reason))
 
+    def add_draws(self, draws: Iterable[str]) -> None:
+        """Add that forward draws random numbers."""
+        evidence = f"Forward draws random numbers ({', '.join(draws) or 'random numbers'}), and each part of the batch"
+        self.add(Cause.RANDOM, f"{evidence} gets others than the whole.")
+
+    def add_norms(self, norms: Sequence[str]) -> None:
+        """Add that batch norm layers use the statistics of a part."""
+        where = f" ({', '.join(norms[:3])}{' ...' if len(norms) > 3 else ''})" if norms else ""
+        evidence = f"Each rank normalises with the mean and variance of its own part of the batch{where}."
+        self.add(Cause.BATCHNORM, evidence)
+
     def compare(
         self, trial: str, pair: str, expected: Outcome, found: Outcome, tolerance: Tolerance, skip: Sequence[Kind] = ()
     ) -> TraceComparison | None:
@@ -162,18 +236,52 @@ class Findings:
         return comparison
 
 
+# Do the ranks differ in random draws and batch statistics only? One process and the ranks are run without both.
+
+PLAIN_PAIR = "one process, ranks"
+
+
+def study_apart(findings: Findings, given: Given, off: Off, one: Outcome, ranks: Outcome) -> tuple[str, ...]:
+    """Find out whether only random draws and batch statistics make the ranks differ; return what does, in words.
+
+    Args:
+        findings: Gets the findings.
+        given: The data of the single process.
+        off: What was turned off of these two.
+        one: The run of one process.
+        ranks: The run of the ranks.
+    """
+    turned_off = " and ".join(_OF_DIVISION[switch] for switch in _OF_DIVISION if switch in off)
+    found = findings.compare(turned_off, PLAIN_PAIR, one, ranks, tolerance_of(findings.subject))
+    if found is None or not found.same:
+        return ()
+    # All processes must draw in the same way, and from generators that --reproducible seeds.
+    draws, *others = {trace.draws for traces in (one, ranks) for trace in traces if isinstance(trace, Trace)}
+    if others or any(draw.startswith(PRIVATE) for draw in draws):
+        return ()
+    apart = []
+    if draws:
+        findings.add_draws(draws)
+        apart.append(
+            "dropout masks" if all(draw.startswith("dropout") for draw in draws) else "random numbers in forward"
+        )
+    if "batchnorm" in off:
+        findings.add_norms([*given.norms])
+        apart.append("batch norm statistics")
+    return tuple(apart)
+
+
 # Does one process give the same run twice? If not, what has to be turned off?
 
 TWICE = "one process, twice"
 
 
-def study_repetition(findings: Findings, given: Given, world: World, plain: TraceComparison) -> Off | None:
+def study_repetition(findings: Findings, lab: Lab, plain: TraceComparison) -> Off | None:
     """Find what must be turned off so that one process gives the same run twice; None if nothing achieves that.
 
     Args:
         findings: Gets the findings.
-        given: The data of the single process.
-        world: Of this process alone.
+        lab: Of this process alone.
         plain: Two runs with nothing turned off.
     """
     base: Off = frozenset()
@@ -188,7 +296,7 @@ def study_repetition(findings: Findings, given: Given, world: World, plain: Trac
         findings.add(Cause.RANDOM, "One process starts from other weights the second time.", FIXES[Cause.MODEL])
     again = plain
     if base:
-        one, two = (attempt(perform, findings.subject, Experiment("one", base), given, world) for _ in range(2))
+        one, two = (replace(lab, known={}).run(Experiment("one", base)) for _ in range(2))
         turned_off = " and ".join(found.cause for found in findings.diagnoses)
         again = findings.compare(turned_off, TWICE, one, two, EXACT) or plain
     if again.first is None:
@@ -204,37 +312,26 @@ def study_repetition(findings: Findings, given: Given, world: World, plain: Trac
 # Does the division of the batch matter? One process is compared with itself, computing share after share.
 
 PAIR = "whole batch, in shares"
-_OF_DIVISION: dict[Switch, str] = {
-    "random": "random state",
-    "batchnorm": "BatchNorm statistics",
-    "state": "changes of buffers in forward",
-    "weights": "sample weighting",
-}
 # Always turned off in the process that simulates the ranks: it has no samples and learning rates of its own.
 GIVEN: Off = frozenset({"data", "rates"})
 
 
-def study_division(findings: Findings, given: Given, world: World, base: Off) -> Given:
+def study_division(findings: Findings, lab: Lab, base: Off) -> None:
     """Find what makes the result depend on the division of the batch.
 
     Args:
         findings: Gets the findings.
-        given: The data of the single process.
-        world: Of this process alone.
+        lab: Of this process alone; gets the factors that the shares' losses need.
         base: The features turned off in all runs.
-
-    Returns:
-        ``given`` with the factors that the shares' losses need.
     """
     draws: dict[str, None] = {}
     written: set[str] = set()
-    live: set[Switch] = {"batchnorm"} if given.norms else set()
+    live: set[Switch] = {"batchnorm"} if lab.given.norms else set()
 
     def divide(off: Off, turned_off: str) -> TraceComparison | None:
         # The whole batch has no weights; shares only have the given data and rates.
-        run = partial(attempt, perform, findings.subject)
-        one = run(Experiment("one", (base | off) - {"weights"}), given, world)
-        shares = run(Experiment("shares", (base | off).union(GIVEN)), given, world)
+        one = lab.run(Experiment("one", (base | off) - {"weights"}))
+        shares = lab.run(Experiment("shares", (base | off).union(GIVEN)))
         for trace in (*one, *shares) if isinstance(one, list) and isinstance(shares, list) else ():
             draws.update(dict.fromkeys(trace.draws))
             written.update(trace.written)
@@ -242,20 +339,22 @@ def study_division(findings: Findings, given: Given, world: World, base: Off) ->
         return findings.compare(turned_off, PAIR, one, shares, tolerance_of(findings.subject), skip=["sample"])
 
     if (plain := divide(frozenset(), "nothing")) is not None and plain.same:
-        return given
-    weights = attempt(measure_weights, findings.subject, given, base, world.device)
+        return
+    lab.progress.begin("one process, the weights of its shares")
+    weights = attempt(measure_weights, findings.subject, lab.given, base, lab.world.device)
     if isinstance(weights, str):
         findings.add_failed("sample weighting", PAIR, weights)
     if plain is None or isinstance(weights, str):
         findings.explained = False
-        return given
-    given = replace(given, factors={step.step: step.factors for step in weights})
+        return
+    lab.given = replace(lab.given, factors={step.step: step.factors for step in weights})
     kind, differing = explain(weights)
     if kind != "right":
         live.add("weights")
     # Several causes may act at the same time. So all are turned off, and then one at a time is turned on.
     suspects: list[Switch] = [switch for switch in _OF_DIVISION if switch in live]
     everything = frozenset(suspects)
+    lab.progress.limit(2 * len(suspects) + 2 * (len(suspects) > 1) + NUM_LATER)
     nothing = divide(everything, "all of the below") if suspects else plain
     found: set[Switch] = set()
     # If the two differ for another reason, the experiments prove nothing.
@@ -265,14 +364,9 @@ def study_division(findings: Findings, given: Given, world: World, base: Off) ->
             if other is not None and not other.same:
                 found.add(switch)
     if "random" in found:
-        drawn = ", ".join(draws) or "random numbers"
-        evidence = f"Forward draws random numbers ({drawn}), and each part of the batch gets others than the whole."
-        findings.add(Cause.RANDOM, evidence)
+        findings.add_draws(draws)
     if "batchnorm" in found:
-        norms = list(given.norms)
-        where = f" ({', '.join(norms[:3])}{' ...' if len(norms) > 3 else ''})" if norms else ""
-        evidence = f"Each rank normalises with the mean and variance of its own part of the batch{where}."
-        findings.add(Cause.BATCHNORM, evidence)
+        findings.add_norms([*lab.given.norms])
     if "state" in found:
         changed = [one for one in plain.differences if one.kind in ("buffer", "parameter") and one.name in written]
         what = f"the {changed[0].kind} {changed[0].name}" if changed else "a buffer or parameter"
@@ -284,7 +378,6 @@ def study_division(findings: Findings, given: Given, world: World, base: Off) ->
         # Without a kind that fits all steps, each step needs weights of its own.
         _add_weighting(findings, kind or "mean", differing)
     findings.explained &= bool(found) or is_named
-    return given
 
 
 # By kind of loss: its cause and the evidence.
@@ -316,22 +409,23 @@ NOTHING: Off = frozenset()
 EVERYTHING: Off = frozenset({"random", "state", "data", "initial", "rates"})
 BUT_RANDOM, BUT_STATE, BUT_RATES = (EVERYTHING - {switch} for switch in ("random", "state", "rates"))
 HIDDEN: Off = EVERYTHING | {"place"}
-# All are run, on the ranks and in one process, though the first may show that the others are not needed.
-VARIANTS = NOTHING, EVERYTHING, HIDDEN, BUT_RANDOM, BUT_STATE, BUT_RATES
 
 # By the features turned off, or by the name of the fix that is tried: the traces of all ranks (or shares).
 Runs = Mapping[Off | str, Outcome]
 
 
-def study_ranks(findings: Findings, base: Off, shares: Runs, ranks: Runs, reference: Sequence[Trace]) -> None:
+def study_ranks(
+    findings: Findings, base: Off, shares: Runs, ranks: Runs, reference: Sequence[Trace], run: Callable[..., Runs]
+) -> None:
     """Find what makes the ranks differ from one process that simulates them.
 
     Args:
         findings: Gets the findings.
         base: The features turned off in all runs.
-        shares: The runs of one process, by the features turned off.
-        ranks: The same runs on the ranks.
+        shares: The run of one process with nothing turned off.
+        ranks: The same run on the ranks.
         reference: The run of one process on whole batches.
+        run: Returns other runs, of ``shares`` or ``ranks``.
     """
     tolerance = tolerance_of(findings.subject)
     num_before = len(findings.diagnoses)
@@ -340,6 +434,11 @@ def study_ranks(findings: Findings, base: Off, shares: Runs, ranks: Runs, refere
         return findings.compare(turned_off, RANKS_PAIR, shares[off], ranks[off], tolerance, skip=["sample", "size"])
 
     plain = compare_with(NOTHING, "nothing")
+    if plain is None or not plain.same:
+        shares = {**shares, **run("shares", EVERYTHING, BUT_RANDOM, BUT_STATE)}
+        # In one process, the rank is always hidden.
+        shares[HIDDEN] = shares[EVERYTHING]
+        ranks = {**ranks, **run("ranks", EVERYTHING, HIDDEN, BUT_RANDOM, BUT_STATE, BUT_RATES)}
     _add_values(findings, base, ranks, reference)
     if plain is not None and plain.same:
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from math import isfinite
@@ -14,17 +14,31 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from lockstep.comm.world import World
-from lockstep.errors import ConfigurationError, LaunchTimeout, ModelMismatch, ReplicasDiffer
+from lockstep.errors import EXIT_CODE, ConfigurationError, LaunchTimeout, ModelMismatch, ReplicasDiffer
 from lockstep.study.common import Shown, Table, check_numbers, load, log, run_ranks, to_json
 from lockstep.study.verify import causes
-from lockstep.study.verify.causes import FIXES, Cause, Diagnosis, Findings, Outcome, Row, Runs, attempt, tolerance_of
+from lockstep.study.verify.causes import (
+    FIXES,
+    Cause,
+    Diagnosis,
+    Findings,
+    Lab,
+    Outcome,
+    Progress,
+    Row,
+    Runs,
+    attempt,
+    tolerance_of,
+)
 from lockstep.study.verify.fingerprint import EXACT, Tolerance, Trace, TraceComparison, compare
-from lockstep.study.verify.interventions import Division, Experiment, Given, Off, Subject
+from lockstep.study.verify.interventions import Division, Experiment, Given, Off, Subject, Switch
 from lockstep.study.verify.reference_loop import perform, perform_and_keep
 from lockstep.train.plan import check_batch, plural
 from lockstep.train.settings import Settings, StrategyName, check_engine
 from lockstep.train.task import Task
 
+# If the ranks differ by dropout masks or batch statistics only.
+APART_EXIT_CODE = 3
 # How long the processes may take for each part. Ranks that wait for each other are reported much earlier.
 TIMEOUT_S = 3600.0
 
@@ -37,8 +51,9 @@ def verify(
 ) -> Verification:
     """Train some steps of ``task`` as one process and as N ranks, and find out whether it is the same run.
 
-    Starts processes and blocks until they are done. If the runs differ, it finds the cause by turning off one feature
-    at a time.
+    Starts processes and blocks until they are done. If the runs differ, it first turns off random draws in forward and
+    batch statistics. If the runs are then the same, that is the result; if not, it finds the cause by turning off one
+    feature at a time.
 
     Args:
         task: A task, or where to find it: ``FILE.py`` or ``FILE.py:NAME``.
@@ -72,39 +87,54 @@ def diagnose(subject: Subject, processes: Processes, report: Callable[[str], Non
     Args:
         subject: The task to examine.
         processes: Starts one process, or as many as there are ranks.
-        report: Called with a text about progress.
+        report: Called with a text about progress; also in the processes, so it must be picklable.
     """
     # Replicas that differ are a finding here, not an error.
     subject = replace(subject, settings=replace(subject.settings, check_replicas=0))
-    alone, on_ranks, remark = _train(subject, processes, report)
+    alone, outcomes, remark = _train(subject, processes, report)
     subject = alone.subject
     result = Verification(subject, False, None, alone.again.same, why_single=alone.why_single, remark=remark)
-    if isinstance(on_ranks, Diagnosis):
-        return replace(result, findings=(on_ranks,))
+    if isinstance(outcomes, Diagnosis):
+        return replace(result, findings=(outcomes,))
+    on_ranks = [trace for traces, _ in outcomes for trace in traces]
     comparison = compare(alone.traces, on_ranks, EXACT if subject.settings.reproducible else tolerance_of(subject))
+    result = replace(result, comparison=comparison)
     if comparison.same and alone.again.same:
-        return replace(result, same=True, comparison=comparison)
+        return replace(result, same=True)
     if outside := _outside(alone):
         # Parameters that each rank trains separately make everything else differ.
-        return replace(result, comparison=comparison, findings=(outside,), explained=False)
-    report("not the same; experiments in one process")
-    study: AloneStudy = processes(study_alone, alone, devices=1)[0]
-    findings = study.repetition
+        return replace(result, findings=(outside,), explained=False)
+    findings = Findings(subject)
+    if off := alone.by_design:
+        apart = causes.study_apart(findings, alone.given, off, alone.apart, _gather([one for _, one in outcomes]))
+        if apart:
+            found = tuple(findings.diagnoses), tuple(findings.rows)
+            return replace(result, apart_from=apart, findings=found[0], rows=found[1])
+    num_run = 2 if alone.by_design else 0
+    study: AloneStudy = processes(study_alone, alone, Progress(report, num=num_run), devices=1)[0]
+    progress = study.progress
+    findings.rows += study.repetition.rows
+    findings.diagnoses += study.repetition.diagnoses
+    findings.explained = study.repetition.explained
     # If one process never gives the same run twice, a comparison with ranks proves nothing.
     if study.base is not None and not comparison.same:
         findings.rows += study.division.rows
-        report(f"experiments on {plural(subject.num_devices, 'rank')}")
-        light = replace(study, runs=dict.fromkeys(study.runs, ""))  # traces are large, and every rank gets a copy
-        found = processes(run_on_ranks, light, devices=subject.num_devices)
-        ranks = {name: _gather([one[name] for one in found]) for name in study.runs}
-        causes.study_ranks(findings, study.base, study.runs, ranks, alone.traces)
-        fixed = study.runs["reproducible"], ranks["reproducible"]
-        findings.diagnoses += [_with_fix(one, *fixed, findings) for one in study.division.diagnoses]
+        light = replace(study, runs={})  # traces are large, and every rank gets a copy
+
+        def run(division: Division, *names: Off | str) -> Runs:
+            num = subject.num_devices if division == "ranks" else 1
+            found = processes(run_experiments, light, division, names, progress, devices=num)
+            progress.num += len(names)
+            return {name: _gather([one[name] for one in found]) for name in names}
+
+        ranks = run("ranks", *study.runs)
+        causes.study_ranks(findings, study.base, study.runs, ranks, alone.traces, run)
+        findings.diagnoses += [_with_fix(one, study.runs, ranks, findings) for one in study.division.diagnoses]
         findings.explained &= study.division.explained
     # Of each cause the first.
     diagnoses = tuple({one.cause: one for one in reversed(findings.diagnoses)}.values())[::-1]
     explained = findings.explained and bool(diagnoses)
-    return replace(result, comparison=comparison, findings=diagnoses, rows=tuple(findings.rows), explained=explained)
+    return replace(result, findings=diagnoses, rows=tuple(findings.rows), explained=explained)
 
 
 def _gather(outcomes: list[Outcome]) -> Outcome:
@@ -115,20 +145,19 @@ def _gather(outcomes: list[Outcome]) -> Outcome:
 
 def _train(
     subject: Subject, processes: Processes, report: Callable[[str], None], remark: str = ""
-) -> tuple[Alone, list[Trace] | Diagnosis, str]:
+) -> tuple[Alone, list[tuple[list[Trace], Outcome]] | Diagnosis, str]:
     """Train in one process and on the ranks; without the epoch's last batch if the ranks cannot train on that.
 
     Returns:
-        One process; the traces of the ranks, or why they cannot train together; a remark.
+        One process; the two runs of each rank, or why they cannot train together; a remark.
     """
     num = subject.num_devices
     report("one process, twice")
-    alone: Alone = processes(run_alone, subject, devices=1)[0]
+    alone: Alone = processes(run_alone_and_apart, subject, Progress(report), devices=1)[0]
     subject, findings = alone.subject, Findings(alone.subject)
     report(plural(num, "rank"))
     try:
-        found = processes(perform, subject, _plain(subject, "ranks"), Given(), devices=num)
-        return alone, [trace for traces in found for trace in traces], remark
+        return alone, processes(run_ranks_and_apart, alone, Progress(report, num=1), devices=num), remark
     except Exception as error:
         reason = str(error).partition("\n")[0]
         if isinstance(error, ModelMismatch):
@@ -164,12 +193,13 @@ def _outside(alone: Alone) -> Diagnosis | None:
 _BY_HAND = (Cause.WEIGHTING, Cause.SUM, Cause.TERM, Cause.STATE, Cause.PARAMETERS)
 
 
-def _with_fix(diagnosis: Diagnosis, alone: Outcome, ranks: Outcome, findings: Findings) -> Diagnosis:
+def _with_fix(diagnosis: Diagnosis, alone: Runs, ranks: Runs, findings: Findings) -> Diagnosis:
     """Return ``diagnosis`` with the result of its fix: of both runs in reproducible mode."""
     if diagnosis.cause in _BY_HAND:
         return diagnosis
     flag = f"--reproducible {findings.subject.num_devices}"
-    if (found := findings.compare(f"{flag} instead", "one process, ranks", alone, ranks, EXACT)) is None:
+    runs = alone["reproducible"], ranks["reproducible"]
+    if (found := findings.compare(f"{flag} instead", causes.PLAIN_PAIR, *runs, EXACT)) is None:
         return diagnosis
     if found.same:
         return replace(diagnosis, tried=f"Tried: with {flag}, one process and the ranks are the same run, to the bit.")
@@ -190,6 +220,7 @@ class Alone:
         traces: Of the run.
         again: The comparison of that run with a second one, bit by bit.
         why_single: Why it is not trained in float64; empty if it is.
+        apart: The run with the features of `by_design` turned off.
     """
 
     subject: Subject
@@ -197,6 +228,16 @@ class Alone:
     traces: list[Trace]
     again: TraceComparison
     why_single: str
+    apart: Outcome = ""
+
+    @property
+    def by_design(self) -> Off:
+        """The features that make ranks differ by design; none in reproducible mode, in which they must not."""
+        draws = any("random" in trace.live for trace in self.traces)
+        norms = any("Sync" not in kind for kind in self.given.norms.values())
+        is_comparable = self.again.same and not self.subject.settings.reproducible
+        found: dict[Switch, bool] = {"random": draws, "batchnorm": norms}
+        return frozenset(switch for switch, is_used in found.items() if is_used and is_comparable)
 
 
 def _plain(subject: Subject, division: Division) -> Experiment:
@@ -217,6 +258,23 @@ def run_alone(subject: Subject, world: World) -> Alone:
     return Alone(subject, given, traces, compare(traces, train(subject, given=given)[0], EXACT), why_single)
 
 
+def run_alone_and_apart(subject: Subject, progress: Progress, world: World) -> Alone:
+    """Train in one process, twice; then with what makes ranks differ by design turned off, if there is any."""
+    alone = run_alone(subject, world)
+    return replace(alone, apart=_run_apart(alone, "one", progress, world))
+
+
+def run_ranks_and_apart(alone: Alone, progress: Progress, world: World) -> tuple[list[Trace], Outcome]:
+    """Do the same on the ranks, once. Collective: every rank of ``world``."""
+    traces = perform(alone.subject, _plain(alone.subject, "ranks"), Given(), world)
+    return traces, _run_apart(alone, "ranks", progress, world)
+
+
+def _run_apart(alone: Alone, division: Division, progress: Progress, world: World) -> Outcome:
+    off = alone.by_design
+    return Lab(alone.subject, Given(), world, progress).run(Experiment(division, off)) if off else ""
+
+
 @dataclass(frozen=True)
 class AloneStudy:
     """The findings of a single process.
@@ -226,6 +284,7 @@ class AloneStudy:
         given: With the factors of the shares.
         base: The features turned off from here on; None if nothing makes two runs the same.
         division: The causes why the result depends on the division of the batch.
+        progress: After these experiments.
         runs: By features turned off, the runs that simulate the ranks; and ``reproducible``, on the whole batch.
     """
 
@@ -233,6 +292,7 @@ class AloneStudy:
     given: Given
     base: Off | None
     division: Findings
+    progress: Progress
     runs: Runs = field(default_factory=dict)
 
     def experiment(self, name: Off | str, division: Division) -> Experiment:
@@ -247,29 +307,33 @@ class AloneStudy:
         return Experiment("shares", self.base.union(causes.GIVEN, name & {"random", "state"}))
 
 
-def study_alone(alone: Alone, world: World) -> AloneStudy:
+def study_alone(alone: Alone, progress: Progress, world: World) -> AloneStudy:
     """Find the causes that a single process can find, and run the experiments that the ranks are compared with."""
     subject = alone.subject
-    repetition, division = Findings(subject), Findings(subject)
-    if (base := causes.study_repetition(repetition, alone.given, world, alone.again)) is None:
-        return AloneStudy(repetition, alone.given, None, division)
+    lab, repetition, division = Lab(subject, alone.given, world, progress), Findings(subject), Findings(subject)
+    if (base := causes.study_repetition(repetition, lab, alone.again)) is None:
+        return AloneStudy(repetition, alone.given, None, division, progress)
     # Such layers need the other ranks in forward, so one process cannot simulate them.
     if any("Sync" in kind for kind in alone.given.norms.values()):
         base |= {"batchnorm"}
-    given = causes.study_division(division, alone.given, world, base)
+    causes.study_division(division, lab, base)
+    progress.limit(causes.NUM_LATER)
     if subject.settings.reproducible:
         # Then one process divides the batch as the ranks do, so only these effects of a division matter.
         division.diagnoses = [one for one in division.diagnoses if one.cause in (Cause.RANDOM, Cause.BUFFERS)]
-    study = AloneStudy(repetition, given, base, division)
-    names: tuple[Off | str, ...] = (*causes.VARIANTS, "reproducible")
-    runs = {name: attempt(perform, subject, study.experiment(name, "shares"), given, world) for name in names}
-    return replace(study, runs=runs)
+    study = AloneStudy(repetition, lab.given, base, division, progress)
+    names: list[Off | str] = [causes.NOTHING]
+    if any(one.cause not in _BY_HAND for one in division.diagnoses):
+        names.append("reproducible")
+    return replace(study, runs={name: lab.run(study.experiment(name, "shares")) for name in names})
 
 
-def run_on_ranks(study: AloneStudy, world: World) -> Runs:
-    """Run the same experiments on the ranks. Collective: every rank of ``world``."""
-    subject, given = study.division.subject, study.given
-    return {name: attempt(perform, subject, study.experiment(name, "ranks"), given, world) for name in study.runs}
+def run_experiments(
+    study: AloneStudy, division: Division, names: Sequence[Off | str], progress: Progress, world: World
+) -> Runs:
+    """Run other experiments of `AloneStudy.runs`, or those of ranks, which are collective."""
+    lab = Lab(study.division.subject, study.given, world, progress)
+    return {name: lab.run(study.experiment(name, division)) for name in names}
 
 
 # The result: in sentences, as tables for a terminal and as JSON.
@@ -284,6 +348,7 @@ class Verification(Shown):
     Attributes:
         subject: What was examined.
         same: Whether it is the same run.
+        apart_from: If it is the same run once this is turned off, what makes it differ, in words; else empty.
         comparison: One process against the ranks; None where the ranks could not start.
         repeatable: Whether one process is the same run twice, to the bit.
         findings: The causes, if it is not the same run.
@@ -302,6 +367,17 @@ class Verification(Shown):
     explained: bool = True
     why_single: str = ""
     remark: str = ""
+    apart_from: tuple[str, ...] = ()
+
+    @property
+    def verdict(self) -> str:
+        """The result in a sentence."""
+        return _headline(self)
+
+    @property
+    def exit_code(self) -> int:
+        """Of the command: 0 for the same run, 3 for the same apart from what `apart_from` names, else 1."""
+        return 0 if self.same else APART_EXIT_CODE if self.apart_from else EXIT_CODE
 
     @property
     def name(self) -> str:
@@ -312,8 +388,8 @@ class Verification(Shown):
         """Lay out verdict, what was compared, and each experiment; the verdict comes first."""
         subject, comparison = self.subject, self.comparison
         heading = f"{self.name}: one process and {plural(subject.num_devices, 'rank')}, {_steps(subject.steps)}"
-        parts: list[RenderableType] = [Text(heading, style="bold"), Text()]
-        parts += [Text(sentence) for sentence in sentences(self)]
+        parts: list[RenderableType] = [Text(sentence) for sentence in sentences(self)]
+        parts += [Text(), Text(heading, style="bold")]
         if comparison is not None:
             rows: list[list[str | Text]] = []
             for kind, worst in comparison.worst.items():
@@ -343,6 +419,7 @@ class Verification(Shown):
             "version": 1,  # grows when a name or a meaning changes; new names leave it as it is
             "task": self.name,
             "same": self.same,
+            "apart_from": list(self.apart_from),
             "setup": {
                 "num_devices": subject.num_devices,
                 "engine": "ddp",
@@ -367,7 +444,7 @@ class Verification(Shown):
 
 def sentences(verification: Verification) -> list[str]:
     """Return the verdict, a paragraph each: what is, then cause and fix for each cause."""
-    found = [_headline(verification)]
+    found = [verification.verdict]
     num = len(verification.findings)
     for number, finding in enumerate(verification.findings, 1):
         which = f"Cause {number} of {num}" if num > 1 else "Cause"
@@ -391,12 +468,12 @@ def sentences(verification: Verification) -> list[str]:
 def _headline(verification: Verification) -> str:
     subject, comparison = verification.subject, verification.comparison
     who = plural(subject.num_devices, "rank")
+    verb = "train" if subject.num_devices > 1 else "trains"
+    as_one = f"{who} {verb} as one process does, over {_steps(subject.steps)} ({_exactness(verification)})"
     if verification.same:
-        verb = "train" if subject.num_devices > 1 else "trains"
-        return (
-            f"The same training run: {who} {verb} as one process does, over {_steps(subject.steps)} "
-            f"({_exactness(verification)})."
-        )
+        return f"The same training run: {as_one}."
+    if verification.apart_from:
+        return f"The same training run, apart from {' and '.join(verification.apart_from)}: without them, {as_one}."
     if comparison is None:
         return f"Not the same training run: the {who} cannot train together."
     if comparison.first is None and verification.repeatable:
@@ -457,6 +534,11 @@ class Rules(Shown):
     def same(self) -> bool:
         """Whether all rules hold: the run is as it should be."""
         return all(rule.holds for rule in self.rules)
+
+    @property
+    def exit_code(self) -> int:
+        """Of the command."""
+        return 0 if self.same else EXIT_CODE
 
     def __rich__(self) -> RenderableType:
         verdict = f"The run differs by design: with {self.strategy}, ranks train independently between exchanges. "

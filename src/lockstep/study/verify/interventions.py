@@ -79,7 +79,7 @@ class Given:
         sizes: Of the data set and of a global batch.
         initial: The model's initial state.
         rates: Of each update: for every group, its options.
-        norms: Batch norm layers of the model: their classes by name.
+        norms: Batch norm layers of the model that train on statistics of the batch: their classes by name.
         factors: By step, the factor of each share's loss.
         outside: The shapes of parameters that it trained, but that no module of the model registers.
     """
@@ -150,7 +150,7 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
     Attributes:
         current: The one whose `generators` are in place, if any.
         active: Whether random draws count: those of the data set do not.
-        draws: Names of the random operations.
+        draws: Names of the random operations; those of private generators begin with a text in `PRIVATE`.
         written: Names of the parameters and buffers that forward changed.
         live: The switches that have an effect on the task: it draws, writes, or uses batch norm.
     """
@@ -193,7 +193,7 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
             self.live.add("batchnorm")
         # Attention is tagged as random, but is so only with dropout.
         if self.active and torch.Tag.nondeterministic_seeded in func.tags and _dropout(func, args, kwargs) != 0.0:
-            self.note_draw(f"torch {schema_of(func).name.partition('::')[2].strip('_')}")
+            self.note_draw(_name(func, args, kwargs))
             result = _constant(func, args, kwargs) if "random" in self.off else func(*args, **kwargs)
         else:
             result = func(*args, **kwargs)
@@ -328,7 +328,28 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
 _STAND_INS = tuple(_stand_ins())
 
 
-# What stands for a draw of torch.
+# The names of torch's draws, and what stands for them.
+
+# Generators other than the default ones: --reproducible does not seed them.
+PRIVATE = ("torch generator.", "numpy generator.", "random.Random")
+
+
+def _name(func: Any, args: Any, kwargs: Any) -> str:
+    """Return the name of a draw; that of dropout has the probability, which must not depend on the rank."""
+    name = schema_of(func).name.partition("::")[2]
+    if isinstance(kwargs.get("generator"), torch.Generator):
+        return f"torch generator.{name.strip('_')}"
+    probability = args[1] if name == "native_dropout" else _dropout(func, args, kwargs)
+    if name == "bernoulli_" and len(args) > 1 and isinstance(args[1], float):  # dropout on a CPU: 1 for what stays
+        probability = 1 - args[1]
+    return f"torch {name.strip('_')}" if probability is None else f"dropout of {probability:g}"
+
+
+def _generator_states() -> list[bytes]:
+    """Return the states of torch's default generators."""
+    device = default_device()
+    of_device = None if device.type == "cpu" else torch.get_device_module(device)
+    return [generator.get_rng_state().numpy().tobytes() for generator in (torch, of_device) if generator]
 
 
 def _dropout(func: Any, args: Any, kwargs: Any) -> float | None:
@@ -481,6 +502,15 @@ class Sandbox:
             self.tasks.append(SandboxedTask(self, share, plain))
         return self.tasks[-1]
 
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """See random draws within; draws of torch in a plain run by the state of the generators."""
+        before = None if self.experiment.watched else _generator_states()
+        self.watch.active = True
+        yield
+        if before not in (None, _generator_states()):
+            self.watch.live.add("random")
+
     def rank_view(self) -> AbstractContextManager[None]:
         """Return the context for the task's own code, which may hide the rank from it."""
         return single_process_view() if "place" in self.experiment.off else nullcontext()
@@ -547,10 +577,9 @@ class SandboxedTask:
     def _collate(self, samples: list[Any]) -> Any:
         assert self._plain.collate is not None
         self._set_seed()
-        with self._sandbox.rank_view():
-            self._sandbox.watch.active = True
+        with self._sandbox.rank_view(), self._sandbox.forward():
             batch = self._plain.collate(samples)
-            self._sandbox.watch.active = False
+        self._sandbox.watch.active = False
         return batch
 
     def _set_seed(self) -> None:
@@ -607,8 +636,8 @@ class SandboxedTask:
             for module in model.modules():
                 if is_batch_norm(module):
                     module.eval()
-        with sandbox.rank_view(), sandbox.watch.forward(model) if sandbox.experiment.watched else nullcontext():
-            sandbox.watch.active = True
+        seen = sandbox.watch.forward(model) if sandbox.experiment.watched else nullcontext()
+        with sandbox.rank_view(), seen, sandbox.forward():
             result = self._plain.loss(model, batch)
         if not sandbox.experiment.watched:
             known = {*map(id, model.parameters()), *sandbox.outside}
