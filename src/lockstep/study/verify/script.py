@@ -6,6 +6,7 @@ import pickle
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -103,39 +104,55 @@ def verify_script(
     result = Verification(subject, False, None, True, remark=remark)
     if not subject.steps:
         return result
-    findings, rows = list(_structural(one, ranks)), []
-    draws, norms = any(step.draws for step in one.steps), bool(one.norms)
-    off = ["random"] * draws + ["batchnorm"] * norms
+    findings, rows, apart_from = list(_structural(one, ranks)), [], dict[str, Diagnosis]()
+    off = ["random"] * any(step.draws for step in one.steps) + ["batchnorm"] * bool(one.norms)
     if off and not comparison.same:
-        # These make runs differ that are right otherwise, and hide what else is wrong.
-        ((clean, *_), _), (clean_ranks, _) = runs.run(1, *off), runs.run(devices, *off)
+        # A script without errors differs in these, and they would hide errors.
+        (clean, *_), _ = runs.run(1, *off)
+        clean_ranks, _ = runs.run(devices, *off)
         if _numbers(clean, clean_ranks):
-            is_augmented = one.is_augmented
-            one, *ranks = (replace(each, is_augmented=is_augmented) for each in (clean, *clean_ranks))
+            by_index = one.is_augmented
+            one, *ranks = (replace(each, is_augmented=by_index) for each in (clean, *clean_ranks))
             without = _compare(one, ranks)
             rows.append(Row(" and ".join(off), "one rank, ranks", str(without), without.same))
-            if draws and without.same and Cause.MASKS not in {found.cause for found in findings}:
-                evidence = f"Training draws random numbers ({', '.join(one.trace.draws)}), other ones on each rank."
-                findings.append(_diagnosis(Cause.RANDOM, evidence))
-            if norms and without.same:
-                evidence = f"Each rank normalises with the mean and variance of its own samples ({', '.join(one.norms[:3])})."
-                findings.append(_diagnosis(Cause.BATCHNORM, evidence))
-    if not (last := _compare(one, ranks)).same:
+            if without.same:
+                apart_from = dict(_by_design(off, one))
+    last = _compare(one, ranks)
+    if not last.same:
         findings += _of_ranks(ranks, one.norms)
-        kinds = ("gradient", "parameter", "buffer")
-        first = next((each for each in last.differences if each.kind in kinds), None)
-        if first is not None and not _EXPLAINS.union(_OF_RANKS) & {found.cause for found in findings}:
+        first = next((each for each in last.differences if each.kind in ("gradient", "parameter", "buffer")), None)
+        if first is not None and not _EXPLAINS & {found.cause for found in findings}:
             findings += _of_means(one, ranks, first)
         if not findings:
             (again, *_), _ = runs.run(1, *off)
             repeated = _compare(one, [again])
-            rows.append(Row("nothing", "one rank, twice", str(repeated), repeated.same))
+            rows.append(Row("nothing else", "one rank, twice", str(repeated), repeated.same))
             if repeated.first is not None:
                 evidence = f"One rank, run twice, gives another {repeated.first}."
                 findings.append(_diagnosis(Cause.OPERATOR, evidence))
-    same = comparison.same and not findings
-    causes = tuple({found.cause: found for found in reversed(findings)}.values())[::-1]  # of each cause the first
-    return replace(result, same=same, comparison=comparison, findings=causes, rows=tuple(rows), explained=last.same)
+    causes = {found.cause: found for found in reversed([*findings, *apart_from.values()])}  # of each cause the first
+    return replace(
+        result,
+        same=comparison.same and not findings,
+        apart_from=() if findings else tuple(apart_from),
+        comparison=comparison,
+        findings=tuple(causes.values())[::-1],
+        rows=tuple(rows),
+        explained=last.same,
+    )
+
+
+def _by_design(off: Sequence[str], one: ScriptTrace) -> Iterator[tuple[str, Diagnosis]]:
+    """Yield what makes the runs differ, if they are the same without it, each with its diagnosis."""
+    if "random" in off:
+        draws = ", ".join(one.trace.draws)
+        is_dropout = all("bernoulli" in draw or "dropout" in draw for draw in one.trace.draws)
+        what = "dropout masks" if is_dropout else "random numbers in the training"
+        yield what, _diagnosis(Cause.RANDOM, f"Each rank draws its own random numbers ({draws}).")
+    if "batchnorm" in off:
+        norms = ", ".join(one.norms[:3])
+        evidence = f"Each rank normalises with the mean and variance of its own samples ({norms})."
+        yield "batch norm statistics", _diagnosis(Cause.BATCHNORM, evidence)
 
 
 def _diagnosis(cause: Cause, evidence: str) -> Diagnosis:
@@ -197,7 +214,9 @@ def _together(ranks: Sequence[ScriptTrace], numbers: Sequence[int]) -> list[Trac
         counts = [max(1, len(step.samples)) for step in of_ranks]
         loss = sum(step.loss * count for step, count in zip(of_ranks, counts, strict=True)) / sum(counts)
         # By index if a sample is another one in each epoch; sorted, as ranks may take those of a batch in turn.
-        parts = [rank.steps[number].samples if rank.is_augmented else rank.trace.steps[number].samples for rank in ranks]
+        parts = [
+            rank.steps[number].samples if rank.is_augmented else rank.trace.steps[number].samples for rank in ranks
+        ]
         samples = tuple(sorted(sample for part in parts for sample in part))
         for rank, step in enumerate(of_ranks):
             steps[rank].append(replace(step, loss=loss, samples=() if rank else samples))
@@ -242,7 +261,7 @@ def _structural(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> Iterator[Diag
 def _consecutive(passes: Sequence[Pass]) -> Iterator[tuple[Pass, Pass]]:
     """Yield each two passes for training over the same data set."""
     trained = [each for each in passes if each.is_training]
-    yield from (pair for pair in zip(trained, trained[1:], strict=False) if pair[0].dataset == pair[1].dataset)
+    yield from (pair for pair in pairwise(trained) if pair[0].dataset == pair[1].dataset)
 
 
 def _have_equal_masks(steps: Sequence[ScriptStep]) -> bool:
@@ -255,7 +274,9 @@ def _of_samples(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> Iterator[Diag
     numbers, who = _numbers(one, ranks), plural(len(ranks), "rank")
     of_steps = [[sorted(rank.trace.steps[number].samples) for rank in ranks] for number in numbers]
     if len(ranks) > 1 and all(each[0] and all(part == each[0] for part in each) for each in of_steps):
-        evidence = f"All {who} train on the same samples: {parts[0]} in the first update, where one process has {whole}."
+        evidence = (
+            f"All {who} train on the same samples: {parts[0]} in the first update, where one process has {whole}."
+        )
         yield _diagnosis(Cause.SAMPLER, evidence)
     for expected, *found in _passes(one, ranks):
         for rank, each in enumerate(found):
@@ -313,9 +334,9 @@ def _problem_of_evaluation(whole: Pass, parts: Sequence[Pass]) -> str:
 
 # What the numbers show.
 
-# With other samples or rates, gradients and weights are others, too.
+# Of these, and where ranks differ, the numbers follow.
 _EXPLAINS = {Cause.BATCH, Cause.SAMPLER, Cause.PADDED, Cause.DATA, Cause.MODEL, Cause.RATES, Cause.STEPS}
-_OF_RANKS = {Cause.BESIDE, Cause.UNREDUCED, Cause.CLIPPED, Cause.BUFFERS, Cause.STATE}
+_EXPLAINS |= {Cause.BESIDE, Cause.UNREDUCED, Cause.CLIPPED, Cause.BUFFERS, Cause.STATE}
 
 
 def _of_ranks(ranks: Sequence[ScriptTrace], norms: Collection[str]) -> Iterator[Diagnosis]:
@@ -334,7 +355,9 @@ def _of_ranks(ranks: Sequence[ScriptTrace], norms: Collection[str]) -> Iterator[
             text = f"At step {number}, each rank clips its own gradients, and then they are averaged."
             yield _diagnosis(Cause.CLIPPED, text)
         # Batch norm's statistics differ until the next forward.
-        buffers = [each for each in _unequal(traces, "buffer") if each.rpartition(".")[0].rpartition(":")[2] not in norms]
+        buffers = [
+            each for each in _unequal(traces, "buffer") if each.rpartition(".")[0].rpartition(":")[2] not in norms
+        ]
         if buffers:
             yield _diagnosis(Cause.BUFFERS, f"{buffers[0]} differs between the ranks at step {number}.")
         for name, value in steps[0].attributes.items():
@@ -362,7 +385,9 @@ def _of_means(one: ScriptTrace, ranks: Sequence[ScriptTrace], first: Difference)
         text = f"At step {number}, the ranks have {' and '.join(map(str, sizes))} samples, but their means count alike."
         yield _diagnosis(Cause.WEIGHTING, text)
     elif first.kind == "gradient" and (times := _times_weights(one, number, traces[0])) is not None:
-        text = f"At step {number}, gradients differ by {times:.3g} times the weights: a penalty counts {len(ranks)} times"
+        text = (
+            f"At step {number}, gradients differ by {times:.3g} times the weights: a penalty counts {len(ranks)} times"
+        )
         yield _diagnosis(Cause.TERM, f"{text}, or not at all.")
     elif first.kind == "gradient" and min(losses) < expected.loss < max(losses):
         text = f"At step {number}, the loss of one process is {expected.loss:.4g}, and those of the ranks are "

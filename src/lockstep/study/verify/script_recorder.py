@@ -31,9 +31,10 @@ from lockstep.torch_internals import INDEX_SAMPLER, BaseDataLoaderIter, describe
 from lockstep.train.checkpoints.model_state import unwrap
 
 # [Note: the script is cut short]
-# A script is not changed, but its passes over its loaders are shorter. A pass that trains has a few updates and then the
-# last batches of the pass; one that evaluates has the first batches and the last. The samplers are read to their end,
-# so it is known what a whole pass would have loaded. After `_NUM_EPOCHS` passes that train, the others have one batch.
+# A script is not changed, but its passes over its loaders are shorter. A pass that trains has a few updates and then
+# the last batches of the pass; one that evaluates has the first batches and the last. The samplers are read to their
+# end, so it is known what a whole pass would have loaded. After `_NUM_EPOCHS` passes that train, the others have one
+# batch.
 # All of this depends on counts only, which are the same on all ranks of a script without errors.
 
 _NUM_EPOCHS = 3
@@ -433,7 +434,10 @@ class ScriptRecorder:
         rows = [row for *_, indices, found in trained for row in (found if len(found) == len(indices) else indices)]
         digests, samples = (
             tuple(each if isinstance(each, bytes) else str(each).encode() for each in samples)
-            for samples in (rows or self._inputs, [index for _, indices, _ in trained for index in indices] or self._inputs)
+            for samples in (
+                rows or self._inputs,
+                [index for _, indices, _ in trained for index in indices] or self._inputs,
+            )
         )
         tensors: ModelFingerprint = {
             "gradient": self._gradients,
@@ -472,7 +476,8 @@ def _row_digests(batch: Any) -> list[bytes]:
 
 def _operations(loss: Tensor) -> tuple[str, ...]:
     """Return the last operations that made a loss, the last one first."""
-    found, node = [], loss.grad_fn
+    found: list[str] = []
+    node = loss.grad_fn
     while node is not None and len(found) < 6:
         found.append(describe_node(node))
         node = next((each for each, _ in node.next_functions if each is not None), None)
