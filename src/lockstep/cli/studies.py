@@ -262,8 +262,10 @@ def verify(
     """Train some steps of a task, or of any script, as one process and as N ranks: is it the same run?
 
     If not, names the first tensor that differs, and finds the cause by turning off one feature at a time. Computes in
-    float64 where a task allows it. A script runs as under lockstep run, on shortened epochs. Exit code 0: the same run; 3: the same, apart from dropout masks, other random
-    numbers in forward, or batch norm statistics; 1: not the same, or an error.
+    float64 where a task allows it. A script runs as under lockstep run, on shortened epochs.
+
+    Exit code 0: the same run; 3: the same, apart from dropout masks, other random numbers in forward, or batch norm
+    statistics; 1: not the same, or an error.
 
     Examples:
       lockstep verify examples/digits.py --devices 2

@@ -53,10 +53,10 @@ FIXES = {
     Cause.MODEL: "Load or make the weights before the model is wrapped, or on every rank.",
     Cause.RATES: "Let learning rates and schedules depend on the global batch and the number of updates only.",
     Cause.STEPS: "Make the same number of updates on every rank: decide from values that were reduced.",
-    Cause.SCALED: "Average once: the wrapper divides by the number of ranks; return the mean loss of the rank's samples.",
+    Cause.SCALED: "Average once: take the mean loss of a rank's samples, and let the wrapper average over ranks.",
     Cause.CLIPPED: "Clip after the gradients were averaged: after backward, and before optimizer.step().",
     Cause.BESIDE: "Put them into the module that is wrapped, or wrap their module as well.",
-    Cause.UNREDUCED: "Call the wrapper, not its module, and run the last backward before the update outside of no_sync.",
+    Cause.UNREDUCED: "Call the wrapper, not its module, and run the last backward of an update outside of no_sync.",
     Cause.BUFFERS: "Change buffers and copies of the model in the same way on every rank: from values that all have.",
     Cause.STATE: "Change attributes in the same way on every rank, not on rank 0 only.",
     Cause.WEIGHTING: "Weight each rank by what its loss counts: lockstep.backward(loss, mean_over=count).",
@@ -99,11 +99,11 @@ def verify_script(
         # On rank 0, whose seeds are those of one process: padded with the rest of the batch, for example.
         one, *ranks = (replace(each, is_augmented=True) for each in (one, *ranks))
     remark = failure and f"The script has failed on {plural(devices, 'rank')}:\n{failure}"
-    comparison = _compare(one, ranks)
     subject = Subject(command[0], Settings(), devices, steps, _numbers(one, ranks), double=False)
     result = Verification(subject, False, None, True, remark=remark)
     if not subject.steps:
-        return result
+        return replace(result, subject=replace(subject, steps=_numbers(one, [one])))
+    comparison = _compare(one, ranks)
     findings, rows, apart_from = list(_structural(one, ranks)), [], dict[str, Diagnosis]()
     off = ["random"] * any(step.draws for step in one.steps) + ["batchnorm"] * bool(one.norms)
     if off and not comparison.same:
@@ -275,7 +275,7 @@ def _of_samples(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> Iterator[Diag
     of_steps = [[sorted(rank.trace.steps[number].samples) for rank in ranks] for number in numbers]
     if len(ranks) > 1 and all(each[0] and all(part == each[0] for part in each) for each in of_steps):
         evidence = (
-            f"All {who} train on the same samples: {parts[0]} in the first update, where one process has {whole}."
+            f"All ranks train on the same samples: {parts[0]} in the first update, where one process has {whole}."
         )
         yield _diagnosis(Cause.SAMPLER, evidence)
     for expected, *found in _passes(one, ranks):
@@ -336,11 +336,12 @@ def _problem_of_evaluation(whole: Pass, parts: Sequence[Pass]) -> str:
 
 # Of these, and where ranks differ, the numbers follow.
 _EXPLAINS = {Cause.BATCH, Cause.SAMPLER, Cause.PADDED, Cause.DATA, Cause.MODEL, Cause.RATES, Cause.STEPS}
-_EXPLAINS |= {Cause.BESIDE, Cause.UNREDUCED, Cause.CLIPPED, Cause.BUFFERS, Cause.STATE}
+_EXPLAINS |= {Cause.BESIDE, Cause.UNREDUCED, Cause.UPDATE, Cause.CLIPPED, Cause.BUFFERS, Cause.STATE}
 
 
 def _of_ranks(ranks: Sequence[ScriptTrace], norms: Collection[str]) -> Iterator[Diagnosis]:
     """Yield why ranks do not hold the same: their gradients at an update, their attributes, their buffers."""
+    starts = len({tuple(each.digest for each in rank.trace.initial["parameter"].values()) for rank in ranks}) > 1
     for number in _numbers(ranks[0], ranks):
         steps, traces = [rank.steps[number] for rank in ranks], [rank.trace.steps[number] for rank in ranks]
         unequal = _unequal(traces, "gradient")
@@ -351,6 +352,9 @@ def _of_ranks(ranks: Sequence[ScriptTrace], norms: Collection[str]) -> Iterator[
             how = ": forward was called on the module in the wrapper, or backward in no_sync" * steps[0].bypassed
             text = f"The gradient of {unequal[0]} differs between the ranks at the update of step {number}{how}."
             yield _diagnosis(Cause.UNREDUCED, text)
+        if not unequal and not starts and (names := _unequal(traces, "parameter")):
+            text = f"{names[0]} differs between the ranks after the update of step {number}, its gradient does not."
+            yield _diagnosis(Cause.UPDATE, text)
         if len({step.before_clipping for step in steps}) > 1 and not unequal:
             text = f"At step {number}, each rank clips its own gradients, and then they are averaged."
             yield _diagnosis(Cause.CLIPPED, text)

@@ -225,6 +225,7 @@ class ScriptRecorder:
         self._is_in_forward, self._num_open_steps = False, 0
         self._called: nn.Module | None = None  # the outermost module of the newest forward that trains
         self._before_draws = b""
+        self._inputs: list[bytes] = []  # digests of the rows that forward got
         self._begin_step()
         self._watch = Watch(frozenset({"random"}))
         self._arm(Instrument(), off)
@@ -233,7 +234,8 @@ class ScriptRecorder:
     def _begin_step(self) -> None:
         # Of each batch: its pass, the indices of its samples, and their digests.
         self._fetched: list[tuple[_OpenPass, list[Any], list[bytes]]] = []
-        self._inputs: list[bytes] = []
+        self._trained_on = frozenset(self._inputs)
+        self._inputs, self._evaluated = [], False
         self._losses: list[float] = []
         self._loss: tuple[str, ...] = ()
         self._first_state = b""
@@ -351,6 +353,7 @@ class ScriptRecorder:
         self._is_in_forward = True
         try:
             if not module.training or not torch.is_grad_enabled() or in_backward():
+                self._note_evaluation(module, (args, kwargs))
                 return original(module, *args, **kwargs)
             self._before_forward(module, (args, kwargs))
             output = original(module, *args, **kwargs)
@@ -360,6 +363,17 @@ class ScriptRecorder:
             return output
         finally:
             self._is_in_forward = False
+
+    def _note_evaluation(self, module: nn.Module, inputs: Any) -> None:
+        """Add what a model is evaluated on, without a loader, to a pass."""
+        if self._called is None or unwrap(module) is not unwrap(self._called) or self._fetched or self._num_late:
+            return
+        rows = _row_digests(inputs)
+        if self._trained_on.isdisjoint(rows):
+            if not self._evaluated:
+                self._passes.append(Pass("tensors", is_stream=False, shuffles=False))
+            self._evaluated = True
+            self._passes[-1].indices += rows
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         self._watch.active = True
@@ -426,7 +440,7 @@ class ScriptRecorder:
             self._record()
         self._updates[id(optimizer)] += 1
         self._begin_step()
-        if not self._passes and self.num_updates >= _NUM_EPOCHS * self.num_steps:
+        if not self._epochs and self.num_updates >= _NUM_EPOCHS * self.num_steps:
             self._end_script()
 
     def _record(self) -> None:
