@@ -14,7 +14,7 @@ import click
 from lockstep.cli import INTERRUPTED, command
 from lockstep.cli.train import devices_of_flag, settings_options, takes_task
 from lockstep.env import RankEnv
-from lockstep.errors import ConfigurationError
+from lockstep.errors import EXIT_CODE, ConfigurationError
 from lockstep.launcher import fork_server
 from lockstep.record_files import hide_secrets
 from lockstep.study.common import console, to_json
@@ -241,9 +241,11 @@ def _verify_script(
 
 
 def _show_verified(found: Any, json_file: str | None) -> int:
+    from lockstep.study.verify.diagnose import Verification
+
     console().print(found)
     write("findings", json_file, found.to_json())
-    return int(found.exit_code)
+    return 0 if found.same else 3 if isinstance(found, Verification) and found.apart_from else EXIT_CODE
 
 
 @command()

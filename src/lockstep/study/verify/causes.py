@@ -3,11 +3,12 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cache
 from typing import Any, TypeVar
 
 from lockstep.comm.world import World
 from lockstep.study.verify.fingerprint import DOUBLE, EXACT, SINGLE, Kind, Tolerance, Trace, TraceComparison, compare
-from lockstep.study.verify.interventions import PRIVATE, Experiment, Given, Off, Subject, Switch
+from lockstep.study.verify.interventions import PRIVATE, Division, Experiment, Given, Off, Subject, Switch
 from lockstep.study.verify.reference_loop import StepWeights, explain, measure_weights, perform
 from lockstep.train.plan import plural
 
@@ -113,6 +114,8 @@ class Row:
 T = TypeVar("T")
 # The traces of a run, or why it failed.
 Outcome = list[Trace] | str
+# Returns the traces of one process, its shares, or all ranks, with these features turned off or in reproducible mode.
+Run = Callable[[Off | None, Division], Outcome]
 
 
 def attempt(run: Callable[..., T], *args: Any) -> T | str:
@@ -130,60 +133,53 @@ _OF_DIVISION: dict[Switch, str] = {
     "state": "changes of buffers in forward",
     "weights": "sample weighting",
 }
-# The largest number of experiments: with draws turned off (2), in `study_division` (12), and later.
-NUM_LATER = 11
-NUM_MOST = 2 + 12 + NUM_LATER
+NOTHING: Off = frozenset()
+# Always turned off in the process that simulates the ranks: it has no samples and learning rates of its own.
+GIVEN: Off = frozenset({"data", "rates"})
 
 
-@dataclass
-class Progress:
-    """Counts the experiments, and reports each before it runs.
-
-    Attributes:
-        report: Called with a text; also in the processes, so it must be picklable.
-        most: The largest possible number of experiments, as far as is known.
-        num: The number of experiments so far.
-    """
-
-    report: Callable[[str], None]
-    most: int = NUM_MOST
-    num: int = 0
-
-    def begin(self, text: str) -> None:
-        """Report the next experiment."""
-        self.num += 1
-        self.report(f"experiment {self.num} of at most {self.most}: {text}")
-
-    def limit(self, num_left: int) -> None:
-        """Reduce the largest number to that of so far and ``num_left``."""
-        self.most = min(self.most, self.num + num_left)
+def in_words(off: Off) -> str:
+    """Return the features of a division that are turned off."""
+    return ", ".join(words for switch, words in _OF_DIVISION.items() if switch in off) or "nothing"
 
 
 @dataclass
 class Lab:
-    """Runs experiments in this process or, collectively, on the ranks of ``world``; each of them once."""
+    """Runs experiments, counts them, and reports each before it runs.
+
+    Attributes:
+        report: Called with a text, in the process of the experiment.
+        base: The features turned off in all of them.
+        num: The number of experiments so far.
+        most: The largest number that it may become, as far as is known.
+    """
 
     subject: Subject
     given: Given
-    world: World
-    progress: Progress
-    known: dict[Experiment, Outcome] = field(default_factory=dict)
+    report: Callable[[str], None]
+    base: Off = NOTHING
+    num: int = 0
+    most: int = 24
 
-    def run(self, experiment: Experiment) -> Outcome:
-        """Return the traces of this process, or why the experiment failed."""
-        if experiment not in self.known:
-            if self.world.rank == 0:
-                self.progress.begin(self._describe(experiment))
-            self.known[experiment] = attempt(perform, self.subject, experiment, self.given, self.world)
-        return self.known[experiment]
+    def begin(self, text: str, world: World) -> None:
+        """Count and report the next experiment."""
+        self.num += 1
+        if world.rank == 0:
+            self.report(f"experiment {self.num} of at most {self.most}: {text}")
 
-    def _describe(self, experiment: Experiment) -> str:
-        who = plural(self.world.world_size, "rank") if experiment.division == "ranks" else "one process"
-        if experiment.reproducible:
-            return f"{who}, --reproducible {experiment.reproducible}"
-        names = [name for switch, name in _OF_DIVISION.items() if switch in experiment.off]
-        shares = ", share after share" if experiment.division == "shares" else ""
-        return f"{who}{shares}, {' and '.join(names) or 'nothing'} turned off"
+    def run(self, off: Off | None, division: Division, world: World) -> Outcome:
+        """Return the traces of this process, or why it failed; ``off`` is None for reproducible mode.
+
+        Collective for ``ranks``: every rank of ``world``.
+        """
+        num, given = self.subject.num_devices, GIVEN if division == "shares" else NOTHING
+        how = f"--reproducible {num}" if off is None else f"{in_words(off)} turned off"
+        who = {"one": "one process", "shares": "one process, share after share"}.get(division, plural(num, "rank"))
+        self.begin(f"{who}, {how}", world)
+        experiment = Experiment(division, self.base | given | (off or NOTHING))
+        if off is None:
+            experiment = Experiment(division, self.base | GIVEN | {"initial"}, reproducible=num, watched=False)
+        return attempt(perform, self.subject, experiment, self.given, world)
 
 
 def tolerance_of(subject: Subject) -> Tolerance:
@@ -215,8 +211,8 @@ class Findings:
 
     def add_draws(self, draws: Iterable[str]) -> None:
         """Add that forward draws random numbers."""
-        evidence = f"Forward draws random numbers ({', '.join(draws) or 'random numbers'}), and each part of the batch"
-        self.add(Cause.RANDOM, f"{evidence} gets others than the whole.")
+        drawn = f"random numbers ({', '.join(draws)})"
+        self.add(Cause.RANDOM, f"Forward draws {drawn}, and each part of the batch gets others than the whole.")
 
     def add_norms(self, norms: Sequence[str]) -> None:
         """Add that batch norm layers use the statistics of a part."""
@@ -241,34 +237,32 @@ class Findings:
 PLAIN_PAIR = "one process, ranks"
 
 
-def study_apart(findings: Findings, given: Given, off: Off, one: Outcome, ranks: Outcome) -> tuple[str, ...]:
+def study_apart(findings: Findings, norms: Mapping[str, str], run: Run) -> tuple[str, ...]:
     """Find out whether only random draws and batch statistics make the ranks differ; return what does, in words.
 
     Args:
         findings: Gets the findings.
-        given: The data of the single process.
-        off: What was turned off of these two.
-        one: The run of one process.
-        ranks: The run of the ranks.
+        norms: Batch norm layers; those that use the statistics of all ranks stay as they are.
+        run: Runs an experiment.
     """
-    turned_off = " and ".join(_OF_DIVISION[switch] for switch in _OF_DIVISION if switch in off)
-    found = findings.compare(turned_off, PLAIN_PAIR, one, ranks, tolerance_of(findings.subject))
-    if found is None or not found.same:
+    local = [name for name, kind in norms.items() if "Sync" not in kind]
+    off: Off = frozenset({"random", "batchnorm"}) if local else frozenset({"random"})
+    one = run(off, "one")
+    draws = () if isinstance(one, str) else one[0].draws
+    # --reproducible does not seed private generators.
+    if any(draw.startswith(PRIVATE) for draw in draws) or not (draws or local):
         return ()
-    # All processes must draw in the same way, and from generators that --reproducible seeds.
-    draws, *others = {trace.draws for traces in (one, ranks) for trace in traces if isinstance(trace, Trace)}
-    if others or any(draw.startswith(PRIVATE) for draw in draws):
+    ranks = run(off, "ranks")
+    found = findings.compare(in_words(off), PLAIN_PAIR, one, ranks, tolerance_of(findings.subject))
+    # All must draw in the same way: a constant hides how likely it was.
+    if found is None or not found.same or any(isinstance(one, str) or one.draws != draws for one in ranks):
         return ()
-    apart = []
     if draws:
         findings.add_draws(draws)
-        apart.append(
-            "dropout masks" if all(draw.startswith("dropout") for draw in draws) else "random numbers in forward"
-        )
-    if "batchnorm" in off:
-        findings.add_norms([*given.norms])
-        apart.append("batch norm statistics")
-    return tuple(apart)
+    if local:
+        findings.add_norms(local)
+    masks = "dropout masks" if all(draw.startswith("dropout") for draw in draws) else "random numbers in forward"
+    return (masks,) * bool(draws) + ("batch norm statistics",) * bool(local)
 
 
 # Does one process give the same run twice? If not, what has to be turned off?
@@ -276,15 +270,16 @@ def study_apart(findings: Findings, given: Given, off: Off, one: Outcome, ranks:
 TWICE = "one process, twice"
 
 
-def study_repetition(findings: Findings, lab: Lab, plain: TraceComparison) -> Off | None:
+def study_repetition(findings: Findings, lab: Lab, plain: TraceComparison, world: World) -> Off | None:
     """Find what must be turned off so that one process gives the same run twice; None if nothing achieves that.
 
     Args:
         findings: Gets the findings.
-        lab: Of this process alone.
+        lab: Runs the experiments.
         plain: Two runs with nothing turned off.
+        world: Of this process alone.
     """
-    base: Off = frozenset()
+    base = NOTHING
     if plain.first is None:
         return base
     findings.rows.append(Row("nothing", TWICE, str(plain), plain.same))
@@ -296,7 +291,7 @@ def study_repetition(findings: Findings, lab: Lab, plain: TraceComparison) -> Of
         findings.add(Cause.RANDOM, "One process starts from other weights the second time.", FIXES[Cause.MODEL])
     again = plain
     if base:
-        one, two = (replace(lab, known={}).run(Experiment("one", base)) for _ in range(2))
+        one, two = (lab.run(base, "one", world) for _ in range(2))
         turned_off = " and ".join(found.cause for found in findings.diagnoses)
         again = findings.compare(turned_off, TWICE, one, two, EXACT) or plain
     if again.first is None:
@@ -312,49 +307,45 @@ def study_repetition(findings: Findings, lab: Lab, plain: TraceComparison) -> Of
 # Does the division of the batch matter? One process is compared with itself, computing share after share.
 
 PAIR = "whole batch, in shares"
-# Always turned off in the process that simulates the ranks: it has no samples and learning rates of its own.
-GIVEN: Off = frozenset({"data", "rates"})
 
 
-def study_division(findings: Findings, lab: Lab, base: Off) -> None:
-    """Find what makes the result depend on the division of the batch.
+def study_division(findings: Findings, lab: Lab, world: World) -> Outcome:
+    """Find what makes the result depend on the division of the batch; return the plain run of the shares.
 
     Args:
         findings: Gets the findings.
-        lab: Of this process alone; gets the factors that the shares' losses need.
-        base: The features turned off in all runs.
+        lab: Runs the experiments; gets the factors that the shares' losses need.
+        world: Of this process alone.
     """
-    draws: dict[str, None] = {}
-    written: set[str] = set()
-    live: set[Switch] = {"batchnorm"} if lab.given.norms else set()
+    traces: list[Trace] = []
+    others: set[Switch] = {"batchnorm"} if lab.given.norms else set()
+
+    @cache
+    def run(off: Off, division: Division) -> Outcome:
+        return lab.run(off, division, world)
 
     def divide(off: Off, turned_off: str) -> TraceComparison | None:
-        # The whole batch has no weights; shares only have the given data and rates.
-        one = lab.run(Experiment("one", (base | off) - {"weights"}))
-        shares = lab.run(Experiment("shares", (base | off).union(GIVEN)))
-        for trace in (*one, *shares) if isinstance(one, list) and isinstance(shares, list) else ():
-            draws.update(dict.fromkeys(trace.draws))
-            written.update(trace.written)
-            live.update(switch for switch in _OF_DIVISION if switch in trace.live)
+        one, shares = run(off - {"weights"}, "one"), run(off, "shares")  # the whole batch has no weights
+        traces.extend(trace for outcome in (one, shares) if isinstance(outcome, list) for trace in outcome)
         return findings.compare(turned_off, PAIR, one, shares, tolerance_of(findings.subject), skip=["sample"])
 
-    if (plain := divide(frozenset(), "nothing")) is not None and plain.same:
-        return
-    lab.progress.begin("one process, the weights of its shares")
-    weights = attempt(measure_weights, findings.subject, lab.given, base, lab.world.device)
+    if (plain := divide(NOTHING, "nothing")) is not None and plain.same:
+        return run(NOTHING, "shares")
+    lab.begin("one process, the weights of its shares", world)
+    weights = attempt(measure_weights, findings.subject, lab.given, lab.base, world.device)
     if isinstance(weights, str):
         findings.add_failed("sample weighting", PAIR, weights)
     if plain is None or isinstance(weights, str):
         findings.explained = False
-        return
+        return run(NOTHING, "shares")
     lab.given = replace(lab.given, factors={step.step: step.factors for step in weights})
     kind, differing = explain(weights)
     if kind != "right":
-        live.add("weights")
+        others.add("weights")
     # Several causes may act at the same time. So all are turned off, and then one at a time is turned on.
+    live = others.union(*(trace.live for trace in traces))
     suspects: list[Switch] = [switch for switch in _OF_DIVISION if switch in live]
     everything = frozenset(suspects)
-    lab.progress.limit(2 * len(suspects) + 2 * (len(suspects) > 1) + NUM_LATER)
     nothing = divide(everything, "all of the below") if suspects else plain
     found: set[Switch] = set()
     # If the two differ for another reason, the experiments prove nothing.
@@ -364,10 +355,11 @@ def study_division(findings: Findings, lab: Lab, base: Off) -> None:
             if other is not None and not other.same:
                 found.add(switch)
     if "random" in found:
-        findings.add_draws(draws)
+        findings.add_draws(sorted({draw for trace in traces for draw in trace.draws}))
     if "batchnorm" in found:
         findings.add_norms([*lab.given.norms])
     if "state" in found:
+        written = {name for trace in traces for name in trace.written}
         changed = [one for one in plain.differences if one.kind in ("buffer", "parameter") and one.name in written]
         what = f"the {changed[0].kind} {changed[0].name}" if changed else "a buffer or parameter"
         evidence = f"Forward changes {what} by the part of the batch that a rank has, so each rank has another."
@@ -378,6 +370,7 @@ def study_division(findings: Findings, lab: Lab, base: Off) -> None:
         # Without a kind that fits all steps, each step needs weights of its own.
         _add_weighting(findings, kind or "mean", differing)
     findings.explained &= bool(found) or is_named
+    return run(NOTHING, "shares")
 
 
 # By kind of loss: its cause and the evidence.
@@ -405,41 +398,32 @@ def _add_weighting(findings: Findings, kind: str, step: StepWeights) -> None:
 # Does it matter which rank computes a share? The ranks are compared with one process that simulates them.
 
 RANKS_PAIR = "shares in one process, ranks"
-NOTHING: Off = frozenset()
+# The largest number of experiments: of the plain run, of all below, and of both runs in reproducible mode.
+NUM_LATER = 10
 EVERYTHING: Off = frozenset({"random", "state", "data", "initial", "rates"})
 BUT_RANDOM, BUT_STATE, BUT_RATES = (EVERYTHING - {switch} for switch in ("random", "state", "rates"))
 HIDDEN: Off = EVERYTHING | {"place"}
 
-# By the features turned off, or by the name of the fix that is tried: the traces of all ranks (or shares).
-Runs = Mapping[Off | str, Outcome]
 
-
-def study_ranks(
-    findings: Findings, base: Off, shares: Runs, ranks: Runs, reference: Sequence[Trace], run: Callable[..., Runs]
-) -> None:
+def study_ranks(findings: Findings, base: Off, shares: Outcome, run: Run, reference: Sequence[Trace]) -> None:
     """Find what makes the ranks differ from one process that simulates them.
 
     Args:
         findings: Gets the findings.
         base: The features turned off in all runs.
-        shares: The run of one process with nothing turned off.
-        ranks: The same run on the ranks.
+        shares: The plain run of that process.
+        run: Runs an experiment, or returns its traces if it was run before.
         reference: The run of one process on whole batches.
-        run: Returns other runs, of ``shares`` or ``ranks``.
     """
     tolerance = tolerance_of(findings.subject)
     num_before = len(findings.diagnoses)
 
     def compare_with(off: Off, turned_off: str) -> TraceComparison | None:
-        return findings.compare(turned_off, RANKS_PAIR, shares[off], ranks[off], tolerance, skip=["sample", "size"])
+        expected = run(off, "shares") if off else shares
+        return findings.compare(turned_off, RANKS_PAIR, expected, run(off, "ranks"), tolerance, skip=["sample", "size"])
 
     plain = compare_with(NOTHING, "nothing")
-    if plain is None or not plain.same:
-        shares = {**shares, **run("shares", EVERYTHING, BUT_RANDOM, BUT_STATE)}
-        # In one process, the rank is always hidden.
-        shares[HIDDEN] = shares[EVERYTHING]
-        ranks = {**ranks, **run("ranks", EVERYTHING, HIDDEN, BUT_RANDOM, BUT_STATE, BUT_RATES)}
-    _add_values(findings, base, ranks, reference)
+    _add_values(findings, base, run, reference)
     if plain is not None and plain.same:
         return
     if (nothing := compare_with(EVERYTHING, "all of the below")) is not None and nothing.first is None:
@@ -452,10 +436,10 @@ def study_ranks(
             findings.add(Cause.BUFFERS, f"Forward writes other values on each rank: {written}.")
     elif nothing is not None and nothing.first is not None:
         # Data, weights, rates and draws are the same, but the ranks differ: the reason is the task's own code.
-        hidden = compare_with(HIDDEN, "all of that, and rank and world size hidden from the task")
+        hiding = "all of that, and rank and world size hidden from the task"
         if nothing.first.kind == "parameter":
             findings.add(Cause.RATES, f"Gradients and rates are as in one process, the update is not: {nothing.first}.")
-        elif hidden is not None and hidden.same:
+        elif (hidden := compare_with(HIDDEN, hiding)) is not None and hidden.same:
             evidence = f"The {nothing.first} is as in one process once rank and world size are hidden from the task."
             findings.add(Cause.BACKWARD if nothing.first.kind == "gradient" else Cause.RANK, evidence)
         else:
@@ -463,14 +447,14 @@ def study_ranks(
     findings.explained &= len(findings.diagnoses) > num_before
 
 
-def _add_values(findings: Findings, base: Off, ranks: Runs, reference: Sequence[Trace]) -> None:
+def _add_values(findings: Findings, base: Off, run: Run, reference: Sequence[Trace]) -> None:
     """Add the causes that the runs show directly: other samples, other initial weights, other rates."""
 
     def compare_values(off: Off) -> TraceComparison | None:
-        if isinstance(found := ranks.get(off, ""), str):
+        if isinstance(found := run(off, "ranks"), str):
             return None
-        of_training: tuple[Kind, ...] = ("loss", "gradient", "parameter", "buffer")
-        return compare(reference, found, tolerance_of(findings.subject), skip=of_training)
+        skip: tuple[Kind, ...] = ("loss", "gradient", "parameter", "buffer")
+        return compare(reference, found, tolerance_of(findings.subject), skip=skip)
 
     if (found := compare_values(NOTHING)) is None:
         return

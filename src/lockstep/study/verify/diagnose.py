@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -14,31 +14,17 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from lockstep.comm.world import World
-from lockstep.errors import EXIT_CODE, ConfigurationError, LaunchTimeout, ModelMismatch, ReplicasDiffer
+from lockstep.errors import ConfigurationError, LaunchTimeout, ModelMismatch, ReplicasDiffer
 from lockstep.study.common import Shown, Table, check_numbers, load, log, run_ranks, to_json
 from lockstep.study.verify import causes
-from lockstep.study.verify.causes import (
-    FIXES,
-    Cause,
-    Diagnosis,
-    Findings,
-    Lab,
-    Outcome,
-    Progress,
-    Row,
-    Runs,
-    attempt,
-    tolerance_of,
-)
+from lockstep.study.verify.causes import Cause, Diagnosis, Findings, Lab, Outcome, Row, Run, attempt, tolerance_of
 from lockstep.study.verify.fingerprint import EXACT, Tolerance, Trace, TraceComparison, compare
-from lockstep.study.verify.interventions import Division, Experiment, Given, Off, Subject, Switch
+from lockstep.study.verify.interventions import Division, Experiment, Given, Off, Subject
 from lockstep.study.verify.reference_loop import perform, perform_and_keep
 from lockstep.train.plan import check_batch, plural
 from lockstep.train.settings import Settings, StrategyName, check_engine
 from lockstep.train.task import Task
 
-# If the ranks differ by dropout masks or batch statistics only.
-APART_EXIT_CODE = 3
 # How long the processes may take for each part. Ranks that wait for each other are reported much earlier.
 TIMEOUT_S = 3600.0
 
@@ -91,12 +77,11 @@ def diagnose(subject: Subject, processes: Processes, report: Callable[[str], Non
     """
     # Replicas that differ are a finding here, not an error.
     subject = replace(subject, settings=replace(subject.settings, check_replicas=0))
-    alone, outcomes, remark = _train(subject, processes, report)
+    alone, on_ranks, remark = _train(subject, processes, report)
     subject = alone.subject
     result = Verification(subject, False, None, alone.again.same, why_single=alone.why_single, remark=remark)
-    if isinstance(outcomes, Diagnosis):
-        return replace(result, findings=(outcomes,))
-    on_ranks = [trace for traces, _ in outcomes for trace in traces]
+    if isinstance(on_ranks, Diagnosis):
+        return replace(result, findings=(on_ranks,))
     comparison = compare(alone.traces, on_ranks, EXACT if subject.settings.reproducible else tolerance_of(subject))
     result = replace(result, comparison=comparison)
     if comparison.same and alone.again.same:
@@ -104,60 +89,48 @@ def diagnose(subject: Subject, processes: Processes, report: Callable[[str], Non
     if outside := _outside(alone):
         # Parameters that each rank trains separately make everything else differ.
         return replace(result, findings=(outside,), explained=False)
-    findings = Findings(subject)
-    if off := alone.by_design:
-        apart = causes.study_apart(findings, alone.given, off, alone.apart, _gather([one for _, one in outcomes]))
-        if apart:
-            found = tuple(findings.diagnoses), tuple(findings.rows)
-            return replace(result, apart_from=apart, findings=found[0], rows=found[1])
-    num_run = 2 if alone.by_design else 0
-    study: AloneStudy = processes(study_alone, alone, Progress(report, num=num_run), devices=1)[0]
-    progress = study.progress
-    findings.rows += study.repetition.rows
-    findings.diagnoses += study.repetition.diagnoses
-    findings.explained = study.repetition.explained
+    findings, lab = Findings(subject), Lab(subject, alone.given, report)
+
+    @cache
+    def run(off: Off | None, division: Division) -> Outcome:
+        outcomes = processes(lab.run, off, division, devices=subject.num_devices if division == "ranks" else 1)
+        lab.num += 1
+        failed = [found for found in outcomes if isinstance(found, str)]
+        return failed[0] if failed else [trace for found in outcomes for trace in found]
+
+    # In reproducible mode, ranks must have the same masks and statistics.
+    is_by_design = alone.again.same and not subject.settings.reproducible
+    if is_by_design and (apart := causes.study_apart(findings, alone.given.norms, run)):
+        return replace(result, apart_from=apart, findings=tuple(findings.diagnoses), rows=tuple(findings.rows))
+    lab, findings, division, shares = processes(study_alone, lab, findings, alone.again, devices=1)[0]
     # If one process never gives the same run twice, a comparison with ranks proves nothing.
-    if study.base is not None and not comparison.same:
-        findings.rows += study.division.rows
-        light = replace(study, runs={})  # traces are large, and every rank gets a copy
-
-        def run(division: Division, *names: Off | str) -> Runs:
-            num = subject.num_devices if division == "ranks" else 1
-            found = processes(run_experiments, light, division, names, progress, devices=num)
-            progress.num += len(names)
-            return {name: _gather([one[name] for one in found]) for name in names}
-
-        ranks = run("ranks", *study.runs)
-        causes.study_ranks(findings, study.base, study.runs, ranks, alone.traces, run)
-        findings.diagnoses += [_with_fix(one, study.runs, ranks, findings) for one in study.division.diagnoses]
-        findings.explained &= study.division.explained
+    if shares and not comparison.same:
+        findings.rows += division.rows
+        causes.study_ranks(findings, lab.base, shares, run, alone.traces)
+        findings.diagnoses += [_with_fix(one, run, findings) for one in division.diagnoses]
+        findings.explained &= division.explained
     # Of each cause the first.
     diagnoses = tuple({one.cause: one for one in reversed(findings.diagnoses)}.values())[::-1]
     explained = findings.explained and bool(diagnoses)
     return replace(result, findings=diagnoses, rows=tuple(findings.rows), explained=explained)
 
 
-def _gather(outcomes: list[Outcome]) -> Outcome:
-    """Return the traces of all ranks, or why one of them failed."""
-    failed = [found for found in outcomes if isinstance(found, str)]
-    return failed[0] if failed else [trace for found in outcomes for trace in found if isinstance(trace, Trace)]
-
-
 def _train(
     subject: Subject, processes: Processes, report: Callable[[str], None], remark: str = ""
-) -> tuple[Alone, list[tuple[list[Trace], Outcome]] | Diagnosis, str]:
+) -> tuple[Alone, list[Trace] | Diagnosis, str]:
     """Train in one process and on the ranks; without the epoch's last batch if the ranks cannot train on that.
 
     Returns:
-        One process; the two runs of each rank, or why they cannot train together; a remark.
+        One process; the traces of the ranks, or why they cannot train together; a remark.
     """
     num = subject.num_devices
     report("one process, twice")
-    alone: Alone = processes(run_alone_and_apart, subject, Progress(report), devices=1)[0]
+    alone: Alone = processes(run_alone, subject, devices=1)[0]
     subject, findings = alone.subject, Findings(alone.subject)
     report(plural(num, "rank"))
     try:
-        return alone, processes(run_ranks_and_apart, alone, Progress(report, num=1), devices=num), remark
+        found = processes(perform, subject, _plain(subject, "ranks"), Given(), devices=num)
+        return alone, [trace for traces in found for trace in traces], remark
     except Exception as error:
         reason = str(error).partition("\n")[0]
         if isinstance(error, ModelMismatch):
@@ -186,20 +159,20 @@ def _outside(alone: Alone) -> Diagnosis | None:
         f"Training changes parameters that no module of the model registers, of shape {', '.join(shapes[:5])}: each "
         "rank trains its own."
     )
-    return Diagnosis(Cause.OUTSIDE, evidence, FIXES[Cause.OUTSIDE])
+    return Diagnosis(Cause.OUTSIDE, evidence, causes.FIXES[Cause.OUTSIDE])
 
 
 # The causes that have to be fixed in the code; the fix of the others, or one of them, is --reproducible.
 _BY_HAND = (Cause.WEIGHTING, Cause.SUM, Cause.TERM, Cause.STATE, Cause.PARAMETERS)
 
 
-def _with_fix(diagnosis: Diagnosis, alone: Runs, ranks: Runs, findings: Findings) -> Diagnosis:
+def _with_fix(diagnosis: Diagnosis, run: Run, findings: Findings) -> Diagnosis:
     """Return ``diagnosis`` with the result of its fix: of both runs in reproducible mode."""
     if diagnosis.cause in _BY_HAND:
         return diagnosis
     flag = f"--reproducible {findings.subject.num_devices}"
-    runs = alone["reproducible"], ranks["reproducible"]
-    if (found := findings.compare(f"{flag} instead", causes.PLAIN_PAIR, *runs, EXACT)) is None:
+    one, ranks = run(None, "one"), run(None, "ranks")
+    if (found := findings.compare(f"{flag} instead", causes.PLAIN_PAIR, one, ranks, EXACT)) is None:
         return diagnosis
     if found.same:
         return replace(diagnosis, tried=f"Tried: with {flag}, one process and the ranks are the same run, to the bit.")
@@ -220,7 +193,6 @@ class Alone:
         traces: Of the run.
         again: The comparison of that run with a second one, bit by bit.
         why_single: Why it is not trained in float64; empty if it is.
-        apart: The run with the features of `by_design` turned off.
     """
 
     subject: Subject
@@ -228,16 +200,6 @@ class Alone:
     traces: list[Trace]
     again: TraceComparison
     why_single: str
-    apart: Outcome = ""
-
-    @property
-    def by_design(self) -> Off:
-        """The features that make ranks differ by design; none in reproducible mode, in which they must not."""
-        draws = any("random" in trace.live for trace in self.traces)
-        norms = any("Sync" not in kind for kind in self.given.norms.values())
-        is_comparable = self.again.same and not self.subject.settings.reproducible
-        found: dict[Switch, bool] = {"random": draws, "batchnorm": norms}
-        return frozenset(switch for switch, is_used in found.items() if is_used and is_comparable)
 
 
 def _plain(subject: Subject, division: Division) -> Experiment:
@@ -258,82 +220,29 @@ def run_alone(subject: Subject, world: World) -> Alone:
     return Alone(subject, given, traces, compare(traces, train(subject, given=given)[0], EXACT), why_single)
 
 
-def run_alone_and_apart(subject: Subject, progress: Progress, world: World) -> Alone:
-    """Train in one process, twice; then with what makes ranks differ by design turned off, if there is any."""
-    alone = run_alone(subject, world)
-    return replace(alone, apart=_run_apart(alone, "one", progress, world))
+Studied = tuple[Lab, Findings, Findings, Outcome]
 
 
-def run_ranks_and_apart(alone: Alone, progress: Progress, world: World) -> tuple[list[Trace], Outcome]:
-    """Do the same on the ranks, once. Collective: every rank of ``world``."""
-    traces = perform(alone.subject, _plain(alone.subject, "ranks"), Given(), world)
-    return traces, _run_apart(alone, "ranks", progress, world)
+def study_alone(lab: Lab, findings: Findings, again: TraceComparison, world: World) -> Studied:
+    """Find the causes that a single process can find.
 
-
-def _run_apart(alone: Alone, division: Division, progress: Progress, world: World) -> Outcome:
-    off = alone.by_design
-    return Lab(alone.subject, Given(), world, progress).run(Experiment(division, off)) if off else ""
-
-
-@dataclass(frozen=True)
-class AloneStudy:
-    """The findings of a single process.
-
-    Attributes:
-        repetition: The causes why a second run differs.
-        given: With the factors of the shares.
-        base: The features turned off from here on; None if nothing makes two runs the same.
-        division: The causes why the result depends on the division of the batch.
-        progress: After these experiments.
-        runs: By features turned off, the runs that simulate the ranks; and ``reproducible``, on the whole batch.
+    Returns:
+        The arguments; the causes why the result depends on the division of the batch; the plain run of the shares,
+        which the ranks are compared with, empty if nothing makes two runs of one process the same.
     """
-
-    repetition: Findings
-    given: Given
-    base: Off | None
-    division: Findings
-    progress: Progress
-    runs: Runs = field(default_factory=dict)
-
-    def experiment(self, name: Off | str, division: Division) -> Experiment:
-        """Return the run in which the ranks should equal one process: with features turned off, or reproducible."""
-        assert self.base is not None
-        if isinstance(name, str):
-            base, num = self.base.union(causes.GIVEN, ("initial",)), self.division.subject.num_devices
-            return Experiment("ranks" if division == "ranks" else "one", base, reproducible=num, watched=False)
-        if division == "ranks":
-            return Experiment("ranks", self.base | name)
-        # Data, rates and the rank number are always those of the single process.
-        return Experiment("shares", self.base.union(causes.GIVEN, name & {"random", "state"}))
-
-
-def study_alone(alone: Alone, progress: Progress, world: World) -> AloneStudy:
-    """Find the causes that a single process can find, and run the experiments that the ranks are compared with."""
-    subject = alone.subject
-    lab, repetition, division = Lab(subject, alone.given, world, progress), Findings(subject), Findings(subject)
-    if (base := causes.study_repetition(repetition, lab, alone.again)) is None:
-        return AloneStudy(repetition, alone.given, None, division, progress)
+    division = Findings(lab.subject)
+    if (base := causes.study_repetition(findings, lab, again, world)) is None:
+        return lab, findings, division, ""
     # Such layers need the other ranks in forward, so one process cannot simulate them.
-    if any("Sync" in kind for kind in alone.given.norms.values()):
+    if any("Sync" in kind for kind in lab.given.norms.values()):
         base |= {"batchnorm"}
-    causes.study_division(division, lab, base)
-    progress.limit(causes.NUM_LATER)
-    if subject.settings.reproducible:
+    lab.base = base
+    shares = causes.study_division(division, lab, world)
+    lab.most = lab.num + causes.NUM_LATER
+    if lab.subject.settings.reproducible:
         # Then one process divides the batch as the ranks do, so only these effects of a division matter.
         division.diagnoses = [one for one in division.diagnoses if one.cause in (Cause.RANDOM, Cause.BUFFERS)]
-    study = AloneStudy(repetition, lab.given, base, division, progress)
-    names: list[Off | str] = [causes.NOTHING]
-    if any(one.cause not in _BY_HAND for one in division.diagnoses):
-        names.append("reproducible")
-    return replace(study, runs={name: lab.run(study.experiment(name, "shares")) for name in names})
-
-
-def run_experiments(
-    study: AloneStudy, division: Division, names: Sequence[Off | str], progress: Progress, world: World
-) -> Runs:
-    """Run other experiments of `AloneStudy.runs`, or those of ranks, which are collective."""
-    lab = Lab(study.division.subject, study.given, world, progress)
-    return {name: lab.run(study.experiment(name, division)) for name in names}
+    return lab, findings, division, shares
 
 
 # The result: in sentences, as tables for a terminal and as JSON.
@@ -372,12 +281,24 @@ class Verification(Shown):
     @property
     def verdict(self) -> str:
         """The result in a sentence."""
-        return _headline(self)
-
-    @property
-    def exit_code(self) -> int:
-        """Of the command: 0 for the same run, 3 for the same apart from what `apart_from` names, else 1."""
-        return 0 if self.same else APART_EXIT_CODE if self.apart_from else EXIT_CODE
+        subject, comparison = self.subject, self.comparison
+        who = plural(subject.num_devices, "rank")
+        verb = "train" if subject.num_devices > 1 else "trains"
+        as_one = f"{who} {verb} as one process does, over {_steps(subject.steps)} ({_exactness(self)})"
+        if self.same:
+            return f"The same training run: {as_one}."
+        if self.apart_from:
+            return f"The same training run, apart from {' and '.join(self.apart_from)}: without them, {as_one}."
+        if comparison is None:
+            return f"Not the same training run: the {who} cannot train together."
+        if comparison.first is None and self.repeatable:
+            return f"Not the same training run, although {who} and one process make the same updates."
+        if comparison.first is None:
+            return f"Not reproducible: one process and {who} agree, but no two runs are equal to the bit."
+        return (
+            f"Not the same training run: {who} differ{'s' * (subject.num_devices == 1)} from one process, first in the "
+            f"{comparison.first}."
+        )
 
     @property
     def name(self) -> str:
@@ -465,27 +386,6 @@ def sentences(verification: Verification) -> list[str]:
     return found
 
 
-def _headline(verification: Verification) -> str:
-    subject, comparison = verification.subject, verification.comparison
-    who = plural(subject.num_devices, "rank")
-    verb = "train" if subject.num_devices > 1 else "trains"
-    as_one = f"{who} {verb} as one process does, over {_steps(subject.steps)} ({_exactness(verification)})"
-    if verification.same:
-        return f"The same training run: {as_one}."
-    if verification.apart_from:
-        return f"The same training run, apart from {' and '.join(verification.apart_from)}: without them, {as_one}."
-    if comparison is None:
-        return f"Not the same training run: the {who} cannot train together."
-    if comparison.first is None and verification.repeatable:
-        return f"Not the same training run, although {who} and one process make the same updates."
-    if comparison.first is None:
-        return f"Not reproducible: one process and {who} agree, but no two runs are equal to the bit."
-    return (
-        f"Not the same training run: {who} differ{'s' * (subject.num_devices == 1)} from one process, first in the "
-        f"{comparison.first}."
-    )
-
-
 def _exactness(verification: Verification) -> str:
     """Return in what precision the runs were compared, and how closely."""
     subject = verification.subject
@@ -534,11 +434,6 @@ class Rules(Shown):
     def same(self) -> bool:
         """Whether all rules hold: the run is as it should be."""
         return all(rule.holds for rule in self.rules)
-
-    @property
-    def exit_code(self) -> int:
-        """Of the command."""
-        return 0 if self.same else EXIT_CODE
 
     def __rich__(self) -> RenderableType:
         verdict = f"The run differs by design: with {self.strategy}, ranks train independently between exchanges. "

@@ -130,8 +130,8 @@ class NoBatchStatistics(TorchFunctionMode):
 
 
 def is_batch_norm(module: nn.Module) -> bool:
-    """Return whether a layer is batch norm of some kind; instance norm uses each sample separately."""
-    return isinstance(module, BatchNorm) or "BatchNorm" in type(module).__name__
+    """Return whether a layer is batch norm that is not frozen; instance norm uses each sample separately."""
+    return module.training and (isinstance(module, BatchNorm) or "BatchNorm" in type(module).__name__)
 
 
 # Random numbers and writes in forward: observed, or turned off.
@@ -340,16 +340,10 @@ def _name(func: Any, args: Any, kwargs: Any) -> str:
     if isinstance(kwargs.get("generator"), torch.Generator):
         return f"torch generator.{name.strip('_')}"
     probability = args[1] if name == "native_dropout" else _dropout(func, args, kwargs)
-    if name == "bernoulli_" and len(args) > 1 and isinstance(args[1], float):  # dropout on a CPU: 1 for what stays
-        probability = 1 - args[1]
+    # Dropout on a CPU, which draws 1 for what stays; torch leaves out arguments that are the default.
+    if name == "bernoulli_" and not isinstance(stays := [*args, 0.5][1], Tensor):
+        probability = 1 - stays
     return f"torch {name.strip('_')}" if probability is None else f"dropout of {probability:g}"
-
-
-def _generator_states() -> list[bytes]:
-    """Return the states of torch's default generators."""
-    device = default_device()
-    of_device = None if device.type == "cpu" else torch.get_device_module(device)
-    return [generator.get_rng_state().numpy().tobytes() for generator in (torch, of_device) if generator]
 
 
 def _dropout(func: Any, args: Any, kwargs: Any) -> float | None:
@@ -502,15 +496,6 @@ class Sandbox:
             self.tasks.append(SandboxedTask(self, share, plain))
         return self.tasks[-1]
 
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """See random draws within; draws of torch in a plain run by the state of the generators."""
-        before = None if self.experiment.watched else _generator_states()
-        self.watch.active = True
-        yield
-        if before not in (None, _generator_states()):
-            self.watch.live.add("random")
-
     def rank_view(self) -> AbstractContextManager[None]:
         """Return the context for the task's own code, which may hide the rank from it."""
         return single_process_view() if "place" in self.experiment.off else nullcontext()
@@ -577,9 +562,10 @@ class SandboxedTask:
     def _collate(self, samples: list[Any]) -> Any:
         assert self._plain.collate is not None
         self._set_seed()
-        with self._sandbox.rank_view(), self._sandbox.forward():
+        with self._sandbox.rank_view():
+            self._sandbox.watch.active = True
             batch = self._plain.collate(samples)
-        self._sandbox.watch.active = False
+            self._sandbox.watch.active = False
         return batch
 
     def _set_seed(self) -> None:
@@ -636,8 +622,8 @@ class SandboxedTask:
             for module in model.modules():
                 if is_batch_norm(module):
                     module.eval()
-        seen = sandbox.watch.forward(model) if sandbox.experiment.watched else nullcontext()
-        with sandbox.rank_view(), seen, sandbox.forward():
+        with sandbox.rank_view(), sandbox.watch.forward(model) if sandbox.experiment.watched else nullcontext():
+            sandbox.watch.active = True
             result = self._plain.loss(model, batch)
         if not sandbox.experiment.watched:
             known = {*map(id, model.parameters()), *sandbox.outside}

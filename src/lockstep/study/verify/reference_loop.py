@@ -169,8 +169,7 @@ def perform_and_keep(subject: Subject, experiment: Experiment, given: Given, wor
                 if task.gradients is not None:
                     tensors["gradient"] = task.gradients
                 so_far.append(StepTrace(step, digests, loss, rates, tensors))
-        modules = loop.models[0].named_modules()  # after training, which may have frozen some
-        norms = {name: type(one).__name__ for name, one in modules if is_batch_norm(one) and one.training}
+        norms = {name: type(one).__name__ for name, one in loop.models[0].named_modules() if is_batch_norm(one)}
         watch = sandbox.watch
         seen = tuple(sorted(watch.draws)), tuple(sorted(watch.written)), frozenset(watch.live)
         traces = [Trace(loop.sizes, start, tuple(so_far), *seen) for start, so_far in zip(initial, steps, strict=True)]
