@@ -130,13 +130,14 @@ def verify_script(
             if repeated.first is not None:
                 evidence = f"One rank, run twice, gives another {repeated.first}."
                 findings.append(_diagnosis(Cause.OPERATOR, evidence))
-    causes = {found.cause: found for found in reversed([*findings, *apart_from.values()])}  # of each cause the first
+    by_design = [] if Cause.MASKS in {found.cause for found in findings} else [*apart_from.values()]
     return replace(
         result,
         same=comparison.same and not findings,
         apart_from=() if findings else tuple(apart_from),
         comparison=comparison,
-        findings=tuple(causes.values())[::-1],
+        # Of each cause the first.
+        findings=tuple({found.cause: found for found in reversed([*findings, *by_design])}.values())[::-1],
         rows=tuple(rows),
         explained=last.same,
     )
