@@ -14,9 +14,10 @@ import operator
 import pkgutil
 import sys
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from datetime import timedelta
+from traceback import walk_stack
 from typing import Any, NoReturn
 
 import numpy as np
@@ -363,11 +364,6 @@ BaseDataLoaderIter, *LoaderIters = (
 INDEX_SAMPLER = "_index_sampler"
 
 
-def mark_all_returned(iterator: Any) -> None:
-    """Count all batches of a pass as returned by the iterator of a DataLoader: some were skipped."""
-    iterator._num_yielded = operator.length_hint(iterator._index_sampler)
-
-
 def describe_node(node: Any) -> str:
     """Return the operation of a node of the autograd graph, with the number and the reduction that it has saved."""
     name, other = node.name().removesuffix("Backward0"), getattr(node, "_saved_other", None)
@@ -375,22 +371,30 @@ def describe_node(node: Any) -> str:
     return f"{name}{number}{' sum' * (getattr(node, '_saved_reduction', None) == 2)}"
 
 
-def progress_of_calling_loader() -> Callable[[], bool]:
-    """Return whether the iterator of a DataLoader that called has returned all batches of this pass, as a function.
+def progress_of_calling_loader() -> Callable[[], tuple[int, int]]:
+    """Return how many batches of its pass the DataLoader that called has read ahead and returned, as a function.
 
-    Without such an iterator, or its attributes: always.
+    Without loader processes, or the attributes of such an iterator: (0, 1), as if nothing were read ahead.
     """
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__") != BaseDataLoaderIter.__module__:
+    frame, module = inspect.currentframe(), BaseDataLoaderIter.__module__
+    while frame is not None and frame.f_globals.get("__name__") != module:
         frame = frame.f_back
     # Only its locals: those of other frames would be kept alive, and with its own a cycle. They outlive the iterator.
     state: dict[str, Any] = {} if frame is None else getattr(frame.f_locals.get("self"), "__dict__", {})
-    num_batches, indices = operator.length_hint(state.get("_index_sampler")), state.get("_sampler_iter")
-    counts: list[int] = []
-    watch = None
-    if isinstance(indices, Generator):  # with persistent workers, another pass replaces it, and counts anew
-        watch = weakref.ref(indices, lambda _: counts.append(state["_num_yielded"]))
-    return lambda: watch is None or (counts[0] if counts else state["_num_yielded"]) >= num_batches
+    last: list[tuple[int, int]] = []
+    watch: Any = None
+
+    def progress() -> tuple[int, int]:
+        return last[0] if watch and last else (state.get("_send_idx", 0), state.get("_rcvd_idx", 1))
+
+    with suppress(TypeError):  # with persistent workers, another pass replaces what is watched, and counts anew
+        watch = weakref.ref(state.get("_sampler_iter"), lambda _: last.append(progress()))
+    return progress
+
+
+def is_state_of_loader() -> bool:
+    """Return whether torchdata's StatefulDataLoader calls: it asks for the state of what it has read ahead."""
+    return any(each.f_globals.get("__name__", "").startswith("torchdata.") for each, _ in walk_stack(sys._getframe()))
 
 
 def hide_worker_info() -> None:

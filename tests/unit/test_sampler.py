@@ -1,10 +1,11 @@
 """`DistributedSampler` against torch's, and what it does beyond it."""
 
+import warnings
 from itertools import chain
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data import DistributedSampler as TorchSampler
 
 from lockstep.data.sampler import DistributedSampler
@@ -192,3 +193,71 @@ def test_a_rank_outside_the_replicas_is_the_error_that_torch_gives(rank):
 def test_without_a_process_group_it_says_what_is_missing():
     with pytest.raises(ConfigurationError, match="Default process group has not been initialized"):
         DistributedSampler(dataset(4))
+
+
+@pytest.mark.parametrize("how", [{}, {"persistent_workers": True}, {"prefetch_factor": 1}], ids=str)
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_the_position_is_that_of_the_batches_that_a_loader_with_workers_has_returned(how, drop_last):
+    sampler = DistributedSampler(range(46), 2, 0, pad=False)  # 23 for this rank: 5 batches of 4, and 3 more
+    loader = DataLoader(range(46), batch_size=4, sampler=sampler, num_workers=2, drop_last=drop_last, **how)
+    assert sampler.state_dict() == {"epoch": 0, "position": 0}
+    for epoch in range(2):
+        if how:  # a pass that is broken off does not count
+            next(iter(loader))
+            assert sampler.state_dict() == {"epoch": epoch, "position": 8}
+        positions = []
+        for _ in loader:
+            positions.append(sampler.state_dict()["position"])
+            assert sampler.epoch == epoch
+        assert positions == ([8, 16, 24, 32, 46] if drop_last else [8, 16, 24, 32, 40, 46])
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"batch_size": None},
+        {"batch_sampler": lambda sampler: BatchSampler(sampler, 2, False)},
+        # Of other sizes, and from an iterator that torch cannot watch.
+        {"batch_sampler": lambda sampler: map(list, zip(*[iter(sampler)] * 2, strict=True))},
+    ],
+    ids=["one", "batches", "map"],
+)
+def test_the_position_follows_any_batches_that_are_read_in_order(how):
+    sampler = DistributedSampler(range(24), 2, 0)
+    how = {key: value and value(sampler) for key, value in how.items()}
+    loader = DataLoader(range(24), num_workers=1, **({"sampler": sampler} if "batch_size" in how else {}), **how)
+    batches, size = iter(loader), 1 if "batch_size" in how else 2
+    for number in range(1, 4):
+        next(batches)
+        assert sampler.state_dict()["position"] == 2 * size * number
+
+
+def test_torchdata_s_loader_saves_what_it_has_returned_and_the_sampler_says_the_same():
+    loaders = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def loader():
+        sampler = DistributedSampler(range(24), 2, 0)
+        return sampler, loaders.StatefulDataLoader(range(24), batch_size=2, sampler=sampler, num_workers=2)
+
+    with warnings.catch_warnings(action="ignore"):
+        sampler, first = loader()
+        batches = iter(first)
+        seen = [next(batches).tolist() for _ in range(2)]
+        assert sampler.state_dict() == {"epoch": 0, "position": 8}
+        state = first.state_dict()
+        rest = [batch.tolist() for batch in batches]
+        sampler, second = loader()
+        second.load_state_dict(state)
+        batches = iter(second)
+        assert [next(batches).tolist()] == rest[:1]
+        assert sampler.state_dict() == {"epoch": 0, "position": 12}
+        assert [batch.tolist() for batch in batches] == rest[1:]
+    assert len(seen + rest) == 6
+
+
+@pytest.mark.parametrize(("epoch", "length"), [(0, 0), (1, 4)])
+def test_a_state_that_is_loaded_after_set_epoch_does_not_begin_another_epoch(epoch, length):
+    sampler = DistributedSampler(dataset(8), 2, 0)
+    sampler.set_epoch(epoch)
+    sampler.load_state_dict({"epoch": 0, "position": 8})
+    assert (len(list(sampler)), sampler.epoch) == (length, epoch)

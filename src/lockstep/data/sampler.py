@@ -1,6 +1,8 @@
 """`DistributedSampler`: each rank's share of a data set, for hand-written loops."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,7 +12,24 @@ from typing_extensions import TypeVar, override
 
 from lockstep.comm.collectives import default_group
 from lockstep.errors import ConfigurationError
-from lockstep.torch_internals import progress_of_calling_loader
+from lockstep.torch_internals import is_state_of_loader, progress_of_calling_loader
+
+
+@dataclass
+class _Pass:
+    """A pass over the indices: where it begins; once it is read, their number, and the batch of each that was read."""
+
+    start: int = 0
+    num_indices: int = -1
+    progress: Callable[[], tuple[int, int]] = lambda: (0, 1)
+    batches: list[int] = field(default_factory=list)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it was read to its end, and a loader has returned all batches; its processes read ahead."""
+        num_read, num_returned = self.progress()
+        return len(self.batches) == self.num_indices and num_returned >= num_read
+
 
 # Generic as torch's: programs derive from DistributedSampler[int].
 _Index = TypeVar("_Index", covariant=True, default=int)
@@ -25,8 +44,9 @@ class DistributedSampler(TorchDistributedSampler[_Index]):
     - Without ``set_epoch``, it advances to the next epoch at the next ``iter`` after a pass that was read to its end; a
       ``DataLoader`` has returned all batches of it. After ``set_epoch`` it stays in that epoch, as torch's.
     - ``state_dict()`` and ``load_state_dict()``: the epoch, and the position in the order of all ranks, so that the
-      rest of an epoch can be divided among another number of ranks. The position is that of the indices read, and the
-      processes of a ``DataLoader`` read ahead; torchdata's ``StatefulDataLoader`` saves what it has returned.
+      rest of an epoch can be divided among another number of ranks. The position is that of the batches that a
+      ``DataLoader`` has returned, though its processes read ahead. All ranks must have taken the same number; rank
+      zero's state is that of all, because no rank has more samples.
     - ``pad=False`` gives each sample to exactly one rank, so that lengths may differ by one and be zero.
 
     Args:
@@ -46,10 +66,8 @@ class DistributedSampler(TorchDistributedSampler[_Index]):
         ConfigurationError: ``rank`` is not one of the replicas, or there is no process group.
     """
 
-    # Of the newest pass: where it begins, how far it was read, and whether a loader has returned all that it read.
-    _start = 0
-    _position: int | None = None
-    _is_delivered: Callable[[], bool] = bool
+    # The newest pass; after a reset, where the next begins.
+    _pass = _Pass()
     _epoch = 0
 
     def __init__(
@@ -80,28 +98,21 @@ class DistributedSampler(TorchDistributedSampler[_Index]):
     @override
     def __iter__(self) -> Iterator[_Index]:
         """Return this rank's indices of the epoch: the next one if the pass before was read to its end."""
-        is_loaded_at_end = self._position is None and 0 < self._num_all <= self._start and not self._is_set
-        if is_loaded_at_end or self._is_over:
+        is_loaded_at_end = 0 < self._num_all <= self._pass.start and self._pass.num_indices < 0 and not self._is_set
+        if is_loaded_at_end or self._pass.is_over:
             self._epoch += not self._is_set
-            self._position, self._start = None, 0
-        return self._read(self._epoch, self._start)
+            self._pass = _Pass()
+        return self._read(self._epoch, self._pass.start)
 
     def _read(self, epoch: int, start: int) -> Iterator[Any]:
         """Yield the indices of a pass. Nothing is computed before the first: loaders also create unread iterators."""
         indices = self._indices(epoch, start)
-        self._is_delivered = progress_of_calling_loader()
-        if not indices:
-            self._position = self._num_all
-        for number, index in enumerate(indices, 1):
-            if epoch == self._epoch:  # an older iterator may be read, too
-                self._position = start + number * self.num_replicas if number < len(indices) else self._num_all
+        this = _Pass(start, len(indices), progress_of_calling_loader())
+        if epoch == self._epoch:  # an older iterator may be read, too
+            self._pass = this
+        for index in indices:
+            this.batches.append(this.progress()[0])
             yield index
-
-    @property
-    def _is_over(self) -> bool:
-        """Whether the pass was read to its end, and a loader has returned all batches; its processes read ahead."""
-        is_read = self._position is not None and self._position >= self._num_all
-        return is_read and (self._start > 0 or self._is_delivered())
 
     @property
     def _num_all(self) -> int:
@@ -129,14 +140,19 @@ class DistributedSampler(TorchDistributedSampler[_Index]):
     @epoch.setter
     def epoch(self, epoch: int) -> None:
         # The position that was loaded is one in its epoch, which a script usually sets again.
-        if epoch != self._epoch or self._is_over:
-            self._start = 0
-        self._epoch, self._position, self._is_set = epoch, None, True
+        if epoch != self._epoch or self._pass.is_over:
+            self._pass = _Pass()
+        self._epoch, self._is_set = epoch, True
 
     def state_dict(self) -> dict[str, int]:
-        """Return ``epoch`` and ``position``: how many samples of it all ranks together have read."""
-        return {"epoch": self._epoch, "position": self._start if self._position is None else self._position}
+        """Return ``epoch`` and ``position``: how many samples of it all ranks together have got."""
+        this = self._pass
+        num_got = len(this.batches) if is_state_of_loader() else bisect_left(this.batches, this.progress()[1])
+        is_at_end = this.is_over or num_got == this.num_indices
+        position = self._num_all if is_at_end else this.start + num_got * self.num_replicas
+        return {"epoch": self._epoch, "position": position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Begin the next passes at the position of ``state``, also that of another number of ranks."""
-        self._epoch, self._start, self._position, self._is_set = state["epoch"], state["position"], None, False
+        self._is_set = self._is_set and state["epoch"] == self._epoch
+        self._epoch, self._pass = state["epoch"], _Pass(state["position"])

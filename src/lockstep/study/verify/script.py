@@ -146,8 +146,8 @@ def verify_script(
 def _by_design(off: Sequence[str], one: ScriptTrace) -> Iterator[tuple[str, Diagnosis]]:
     """Yield what makes the runs differ, if they are the same without it, each with its diagnosis."""
     if "random" in off:
-        draws = ", ".join(one.trace.draws)
-        is_dropout = all("bernoulli" in draw or "dropout" in draw for draw in one.trace.draws)
+        draws = ", ".join(one.draws)
+        is_dropout = all("bernoulli" in draw or "dropout" in draw for draw in one.draws)
         what = "dropout masks" if is_dropout else "random numbers in the training"
         yield what, _diagnosis(Cause.RANDOM, f"Each rank draws its own random numbers ({draws}).")
     if "batchnorm" in off:
@@ -193,7 +193,7 @@ class _Runs:
 def _read(path: Path) -> ScriptTrace:
     """Return the trace of a rank; an empty one if it was killed."""
     if not path.exists():
-        return ScriptTrace(Trace({}, {"parameter": {}, "gradient": {}, "buffer": {}}, ()), (), (), (), False, False)
+        return ScriptTrace({}, {}, ())
     found: ScriptTrace = pickle.loads(path.read_bytes())
     return found
 
@@ -209,21 +209,17 @@ def _compare(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> TraceComparison:
 
 def _together(ranks: Sequence[ScriptTrace], numbers: Sequence[int]) -> list[Trace]:
     """Return the traces of the ranks for a comparison: each with the loss of all, the first with the samples of all."""
-    steps: list[list[StepTrace]] = [[] for _ in ranks]
+    steps: list[list[ScriptStep]] = [[] for _ in ranks]
     for number in numbers:
-        of_ranks = [rank.trace.steps[number] for rank in ranks]
-        counts = [max(1, len(step.samples)) for step in of_ranks]
+        of_ranks = [rank.steps[number] for rank in ranks]
+        counts = [max(1, len(step.indices)) for step in of_ranks]
         loss = sum(step.loss * count for step, count in zip(of_ranks, counts, strict=True)) / sum(counts)
         # By index if a sample is another one in each epoch; sorted, as ranks may take those of a batch in turn.
-        parts = [
-            rank.steps[number].samples if rank.is_augmented else rank.trace.steps[number].samples for rank in ranks
-        ]
+        parts = [step.indices if ranks[0].is_augmented else step.samples for step in of_ranks]
         samples = tuple(sorted(sample for part in parts for sample in part))
         for rank, step in enumerate(of_ranks):
             steps[rank].append(replace(step, loss=loss, samples=() if rank else samples))
-    # What the loaders know of the size of the data set is compared below.
-    sizes: dict[str, int | None] = {"samples of the data set": 0}
-    return [replace(rank.trace, sizes=sizes, steps=tuple(each)) for rank, each in zip(ranks, steps, strict=True)]
+    return [replace(rank, steps=tuple(each)) for rank, each in zip(ranks, steps, strict=True)]
 
 
 # What loaders, generators and schedules show, whatever the numbers are.
@@ -271,9 +267,9 @@ def _have_equal_masks(steps: Sequence[ScriptStep]) -> bool:
 
 def _of_samples(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> Iterator[Diagnosis]:
     """Yield why the ranks train on other samples than one process; the first says it best."""
-    whole, parts = len(one.steps[0].samples), [len(rank.steps[0].samples) for rank in ranks]
+    whole, parts = len(one.steps[0].indices), [len(rank.steps[0].indices) for rank in ranks]
     numbers, who = _numbers(one, ranks), plural(len(ranks), "rank")
-    of_steps = [[sorted(rank.trace.steps[number].samples) for rank in ranks] for number in numbers]
+    of_steps = [[sorted(rank.steps[number].samples) for rank in ranks] for number in numbers]
     if len(ranks) > 1 and all(each[0] and all(part == each[0] for part in each) for each in of_steps):
         evidence = (
             f"All ranks train on the same samples: {parts[0]} in the first update, where one process has {whole}."
@@ -342,10 +338,10 @@ _EXPLAINS |= {Cause.BESIDE, Cause.UNREDUCED, Cause.UPDATE, Cause.CLIPPED, Cause.
 
 def _of_ranks(ranks: Sequence[ScriptTrace], norms: Collection[str]) -> Iterator[Diagnosis]:
     """Yield why ranks do not hold the same: their gradients at an update, their attributes, their buffers."""
-    starts = len({tuple(each.digest for each in rank.trace.initial["parameter"].values()) for rank in ranks}) > 1
+    starts = len({tuple(each.digest for each in rank.initial["parameter"].values()) for rank in ranks}) > 1
     for number in _numbers(ranks[0], ranks):
-        steps, traces = [rank.steps[number] for rank in ranks], [rank.trace.steps[number] for rank in ranks]
-        unequal = _unequal(traces, "gradient")
+        steps = [rank.steps[number] for rank in ranks]
+        unequal = _unequal(steps, "gradient")
         if outside := [name for name in steps[0].outside if name in unequal]:
             evidence = f"The optimizer updates {', '.join(outside[:3])}, which no data-parallel wrapper has."
             yield _diagnosis(Cause.BESIDE, evidence)
@@ -353,7 +349,7 @@ def _of_ranks(ranks: Sequence[ScriptTrace], norms: Collection[str]) -> Iterator[
             how = ": forward was called on the module in the wrapper, or backward in no_sync" * steps[0].bypassed
             text = f"The gradient of {unequal[0]} differs between the ranks at the update of step {number}{how}."
             yield _diagnosis(Cause.UNREDUCED, text)
-        if not unequal and not starts and (names := _unequal(traces, "parameter")):
+        if not unequal and not starts and (names := _unequal(steps, "parameter")):
             text = f"{names[0]} differs between the ranks after the update of step {number}, its gradient does not."
             yield _diagnosis(Cause.UPDATE, text)
         if len({step.before_clipping for step in steps}) > 1 and not unequal:
@@ -361,7 +357,7 @@ def _of_ranks(ranks: Sequence[ScriptTrace], norms: Collection[str]) -> Iterator[
             yield _diagnosis(Cause.CLIPPED, text)
         # Batch norm's statistics differ until the next forward.
         buffers = [
-            each for each in _unequal(traces, "buffer") if each.rpartition(".")[0].rpartition(":")[2] not in norms
+            each for each in _unequal(steps, "buffer") if each.rpartition(".")[0].rpartition(":")[2] not in norms
         ]
         if buffers:
             yield _diagnosis(Cause.BUFFERS, f"{buffers[0]} differs between the ranks at step {number}.")
@@ -376,20 +372,21 @@ def _of_ranks(ranks: Sequence[ScriptTrace], norms: Collection[str]) -> Iterator[
 def _of_means(one: ScriptTrace, ranks: Sequence[ScriptTrace], first: Difference) -> Iterator[Diagnosis]:
     """Yield why gradients or updates, which are the same on all ranks, are not those of one process."""
     assert first.step is not None
-    number, expected = first.step, one.trace.steps[first.step]
-    traces, sizes = [rank.trace.steps[number] for rank in ranks], [len(rank.steps[number].samples) for rank in ranks]
-    losses = [trace.loss for trace in traces]
+    number, expected = first.step, one.steps[first.step]
+    steps = [rank.steps[number] for rank in ranks]
+    sizes = [len(step.indices) for step in steps]
+    losses = [step.loss for step in steps]
     if first.kind == "parameter":
         yield _diagnosis(Cause.UPDATE, f"Gradients and rates are those of one process, the update is not: {first}.")
-    elif first.kind == "gradient" and (factor := _factor(expected, traces[0])) is not None:
+    elif first.kind == "gradient" and (factor := _factor(expected, steps[0])) is not None:
         mean = sum(losses) / len(losses) / expected.loss if expected.loss else 1.0
-        ends = " < ".join(ranks[0].steps[number].loss[:3])
+        ends = " < ".join(steps[0].operations[:3])
         text = f"At step {number}, gradients are {factor:.3g} times those of one process, and losses {mean:.3g} times"
         yield _diagnosis(Cause.SCALED, f"{text}. The loss ends in {ends} (the last operation first).")
     elif first.kind == "gradient" and len({*sizes}) > 1:
         text = f"At step {number}, the ranks have {' and '.join(map(str, sizes))} samples, but their means count alike."
         yield _diagnosis(Cause.WEIGHTING, text)
-    elif first.kind == "gradient" and (times := _times_weights(one, number, traces[0])) is not None:
+    elif first.kind == "gradient" and (times := _times_weights(one, number, steps[0])) is not None:
         text = (
             f"At step {number}, gradients differ by {times:.3g} times the weights: a penalty counts {len(ranks)} times"
         )
@@ -413,8 +410,8 @@ def _unequal(traces: Sequence[StepTrace], kind: str) -> list[str]:
 
 def _times_weights(one: ScriptTrace, number: int, found: StepTrace) -> float | None:
     """Return how many times the weights the gradients differ by; None if they do in another way."""
-    before = one.trace.steps[number - 1].tensors if number else one.trace.initial
-    wanted, given = one.trace.steps[number].tensors["gradient"], found.tensors["gradient"]
+    before = one.steps[number - 1].tensors if number else one.initial
+    wanted, given = one.steps[number].tensors["gradient"], found.tensors["gradient"]
     pairs = [
         (given[name].values - wanted[name].values, weights.values)
         for name, weights in before["parameter"].items()

@@ -27,7 +27,7 @@ from lockstep.data.order import mix, seed_cpu
 from lockstep.study.verify.fingerprint import Fingerprint, ModelFingerprint, StepTrace, Trace, fingerprint, read_rates
 from lockstep.study.verify.interventions import NoBatchStatistics, Watch, is_batch_norm
 from lockstep.telemetry.instrument import Instrument, in_backward
-from lockstep.torch_internals import INDEX_SAMPLER, BaseDataLoaderIter, describe_node, mark_all_returned
+from lockstep.torch_internals import INDEX_SAMPLER, BaseDataLoaderIter, describe_node
 from lockstep.train.checkpoints.model_state import unwrap
 
 # [Note: the script is cut short]
@@ -58,40 +58,61 @@ class Pass:
         dataset: Class and length of the data set; that of a rank may be its part.
         is_stream: Whether it has no indices, so that only what was loaded is known.
         shuffles: Whether the sampler shuffles, and has to be given the epoch.
+        source: The id of the data set.
+        num_before: Updates of the script before the pass.
+        is_late: Whether only its first batch is loaded.
         indices: What the sampler yielded, also for batches that were not loaded; of a stream, digests of samples.
         contents: By index, a digest of the sample.
+        waiting: The indices of the batches that are being loaded.
+        num_loaded: Batches that the script has received.
+        is_over: Whether it has received all.
         is_training: Whether there was a backward during the pass.
-        is_combined: Whether, after its first batch, ranks communicated before the next pass.
+        is_combined: Whether ranks communicated during the pass, or before the next one.
     """
 
     dataset: str
-    is_stream: bool
-    shuffles: bool
+    is_stream: bool = False
+    shuffles: bool = False
+    source: int = 0
+    num_before: int = 0
+    is_late: bool = False
     indices: list[Any] = field(default_factory=list)
     contents: dict[Any, bytes] = field(default_factory=dict)
+    waiting: deque[list[Any]] = field(default_factory=deque)
+    num_loaded: int = 0
+    is_over: bool = False
     is_training: bool = False
     is_combined: bool = False
 
+    def note(self, indices: Any) -> list[Any]:
+        """Add what the sampler has yielded, and return it as a list."""
+        if self.is_stream:
+            return []
+        found = indices if isinstance(indices, list | tuple) else [indices]
+        found = [each if isinstance(each, int) else str(each) for each in found]
+        self.indices += found
+        return found
+
 
 @dataclass(frozen=True)
-class ScriptStep:
-    """What is known of one update besides its `StepTrace`.
+class ScriptStep(StepTrace):
+    """One update of a script.
 
     Attributes:
-        samples: Which ones this rank computed its gradients from: their indices.
+        indices: Of the samples from which this rank computed its gradients.
         draws: Whether random numbers were drawn, other than for data.
         random_state: A digest of the generators' state before.
-        loss: The operations that made the loss, the last one first.
+        operations: Those that made the loss, the last one first.
         before_clipping: A digest of the gradients when they were clipped; None if they were not.
         outside: Names of the updated parameters that are in no data-parallel wrapper, if there is one.
         bypassed: Whether forward was called on the module in the wrapper, or the backward was in ``no_sync``.
         attributes: Numbers and tensors that modules have as plain attributes.
     """
 
-    samples: tuple[bytes, ...]
+    indices: tuple[bytes, ...]
     draws: bool
     random_state: bytes
-    loss: tuple[str, ...]
+    operations: tuple[str, ...]
     before_clipping: bytes | None
     outside: tuple[str, ...]
     bypassed: bool
@@ -99,24 +120,21 @@ class ScriptStep:
 
 
 @dataclass(frozen=True)
-class ScriptTrace:
+class ScriptTrace(Trace):
     """The trace of a script in one rank.
 
     Attributes:
-        trace: Of the updates.
-        steps: More about each of them.
         passes: Over loaders.
         norms: Layers of batch norm that normalise with the statistics of this rank's part.
         is_half: Whether something is computed in less than fp32.
-        is_augmented: Whether samples were drawn at random, so that one is another in each epoch.
+        is_augmented: Whether samples are drawn at random, so that one is another in each epoch.
     """
 
-    trace: Trace
-    steps: tuple[ScriptStep, ...]
-    passes: tuple[Pass, ...]
-    norms: tuple[str, ...]
-    is_half: bool
-    is_augmented: bool
+    steps: tuple[ScriptStep, ...] = ()
+    passes: tuple[Pass, ...] = ()
+    norms: tuple[str, ...] = ()
+    is_half: bool = False
+    is_augmented: bool = False
 
 
 class _ShortSampler:
@@ -124,7 +142,7 @@ class _ShortSampler:
 
     def __init__(self, recorder: "ScriptRecorder", dataset: Any, sampler: Any) -> None:
         self._recorder, self._dataset, self._sampler = recorder, dataset, sampler
-        self.newest: _OpenPass | None = None
+        self.newest: Pass | None = None
 
     def __len__(self) -> int:
         """Return the number of batches of a whole pass."""
@@ -137,63 +155,12 @@ class _ShortSampler:
         for indices in rest:
             found.waiting.append(found.note(indices))
             yield indices
-            if found.is_enough():
+            if self._recorder.is_enough(found):
                 break
-        if not found.about.is_stream:
-            left = [(indices, found.note(indices)) for indices in rest]
-            for indices, noted in left[len(left) - found.num_last(len(left)) :]:
-                found.waiting.append(noted)
-                yield indices
-
-
-@dataclass
-class _OpenPass:
-    """A pass that goes on.
-
-    Attributes:
-        is_late: Whether it has one batch only.
-        source: The id of the data set.
-        num_before: Updates of the script before it.
-        num_loaded: Batches that the script has received.
-        waiting: The indices of the batches that are being loaded.
-    """
-
-    recorder: "ScriptRecorder"
-    about: Pass
-    is_late: bool
-    source: int
-    num_before: int
-    num_loaded: int = 0
-    is_over: bool = False
-    waiting: deque[list[Any]] = field(default_factory=deque)
-
-    def note(self, indices: Any) -> list[Any]:
-        """Add what the sampler has yielded, and return it as a list."""
-        if self.about.is_stream:
-            return []
-        found = indices if isinstance(indices, list | tuple) else [indices]
-        found = [each if isinstance(each, int) else str(each) for each in found]
-        self.about.indices += found
-        return found
-
-    def is_enough(self) -> bool:
-        """Return whether of what follows only the last batches are loaded."""
-        if self.about.is_training:
-            # The end of a stream can only be seen by reading it.
-            num_steps = _NUM_OF_STREAM if self.about.is_stream else self.recorder.num_steps - 1
-            return self.is_late or self._num_updates >= num_steps
-        return self.is_late or self.num_loaded > self.recorder.num_steps
-
-    def num_last(self, num: int) -> int:
-        """Return how many of the last ``num`` batches are loaded: those of one update."""
-        if self.is_late or not num:
-            return 0
-        each = max(1, round(self.num_loaded / max(1, self._num_updates))) if self.about.is_training else 1
-        return (num - 1) % each + 1
-
-    @property
-    def _num_updates(self) -> int:
-        return self.recorder.num_updates - self.num_before
+        left = [] if found.is_stream else [(indices, found.note(indices)) for indices in rest]
+        for indices, noted in left[len(left) - self._recorder.num_last(found, len(left)) :]:
+            found.waiting.append(noted)
+            yield indices
 
 
 class ScriptRecorder:
@@ -206,9 +173,8 @@ class ScriptRecorder:
     """
 
     def __init__(self, folder: str, num_steps: int, off: Sequence[str]) -> None:
-        self._file, self.num_steps = Path(folder) / os.environ["RANK"], num_steps
+        self._file, self._num_steps = Path(folder) / os.environ["RANK"], num_steps
         self._steps: list[ScriptStep] = []
-        self._traces: list[StepTrace] = []
         self._initial: dict[str, Fingerprint] = {}
         self._norms: set[str] = set()
         self._is_half = self._is_augmented = False
@@ -217,11 +183,9 @@ class ScriptRecorder:
         self._num_late = 0
         self._updates: Counter[int] = Counter()  # by id of the optimizer
         self._order: dict[int, int] = {}  # of the parameters that were updated, by id
-        # Of the current update: its parameters, the tensors that others update, gradients and rates.
-        self._owned: dict[str, Tensor] = {}
+        self._owned: dict[str, Tensor] = {}  # by the optimizer that updates now
         self._others: dict[str, Tensor] = {}
-        self._gradients: dict[str, Fingerprint] = {}
-        self._rates: dict[str, float] = {}
+        self._used: tuple[dict[str, Fingerprint], dict[str, float]] = {}, {}  # gradients and rates
         self._is_in_forward, self._num_open_steps = False, 0
         self._called: nn.Module | None = None  # the outermost module of the newest forward that trains
         self._before_draws = b""
@@ -233,11 +197,11 @@ class ScriptRecorder:
 
     def _begin_step(self) -> None:
         # Of each batch: its pass, the indices of its samples, and their digests.
-        self._fetched: list[tuple[_OpenPass, list[Any], list[bytes]]] = []
+        self._fetched: list[tuple[Pass, list[Any], list[bytes]]] = []
         self._trained_on = frozenset(self._inputs)
         self._inputs, self._evaluated = [], False
         self._losses: list[float] = []
-        self._loss: tuple[str, ...] = ()
+        self._operations: tuple[str, ...] = ()
         self._first_state = b""
         self._draws = self._bypassed = False
         self._clipped: bytes | None = None
@@ -273,9 +237,16 @@ class ScriptRecorder:
 
     def _write(self) -> None:
         initial: ModelFingerprint = {"parameter": self._initial, "gradient": {}, "buffer": {}}
-        trace = Trace({}, initial, tuple(self._traces), tuple(sorted(self._watch.draws)))
-        about = (tuple(self._steps), tuple(self._passes), tuple(sorted(self._norms)))
-        found = ScriptTrace(trace, *about, self._is_half, self._is_augmented)
+        found = ScriptTrace(
+            {"samples of the data set": 0},  # the sampler, not the data set, says how many there are
+            initial,
+            tuple(self._steps),
+            draws=tuple(sorted(self._watch.draws)),
+            passes=tuple(self._passes),
+            norms=tuple(sorted(self._norms)),
+            is_half=self._is_half,
+            is_augmented=self._is_augmented,
+        )
         self._file.write_bytes(pickle.dumps(found))
 
     def _end_script(self) -> None:
@@ -284,26 +255,41 @@ class ScriptRecorder:
         sys.stdout.flush()
         os._exit(0)
 
+    # --- Loaders
+
     @property
-    def num_updates(self) -> int:
+    def _num_updates(self) -> int:
         """The updates of the script; of several optimizers, those of the one with the most."""
         return max(self._updates.values(), default=0)
 
-    # --- Loaders
-
-    def begin_pass(self, dataset: Any, sampler: Any) -> _OpenPass:
+    def begin_pass(self, dataset: Any, sampler: Any) -> Pass:
         """Return a new pass over a data set, by a sampler of indices or of lists of them."""
         sampler, is_stream = getattr(sampler, "sampler", sampler), isinstance(dataset, IterableDataset)
         kind = type(dataset).__name__ if is_stream else f"{type(dataset).__name__} of {len(dataset)}"
-        about = Pass(kind, is_stream, isinstance(sampler, HasEpochs) and bool(getattr(sampler, "shuffle", False)))
+        shuffles = isinstance(sampler, HasEpochs) and bool(getattr(sampler, "shuffle", False))
         is_late = self._epochs[id(dataset)] >= _NUM_EPOCHS
-        if is_late:
-            self._num_late += 1
-            if self._num_late > _NUM_LATE:
-                self._end_script()
-        else:
-            self._passes.append(about)
-        return _OpenPass(self, about, is_late, id(dataset), self.num_updates)
+        found = Pass(kind, is_stream, shuffles, id(dataset), self._num_updates, is_late)
+        self._num_late += is_late
+        if self._num_late > _NUM_LATE:
+            self._end_script()
+        if not is_late:
+            self._passes.append(found)
+        return found
+
+    def is_enough(self, found: Pass) -> bool:
+        """Return whether of the rest of a pass only the last batches are loaded."""
+        if found.is_late or not found.is_training:
+            return found.is_late or found.num_loaded > self._num_steps
+        # The end of a stream can only be seen by reading it.
+        num_steps = _NUM_OF_STREAM if found.is_stream else self._num_steps - 1
+        return self._num_updates - found.num_before >= num_steps
+
+    def num_last(self, found: Pass, num_left: int) -> int:
+        """Return how many of the last batches are loaded: those of one update."""
+        if found.is_late or not num_left:
+            return 0
+        each = round(found.num_loaded / max(1, self._num_updates - found.num_before)) if found.is_training else 1
+        return (num_left - 1) % max(1, each) + 1
 
     def _around_load(self, original: Callable[..., Any], loader: Any) -> Any:
         """Around the start of a pass, and each of its batches: what is drawn for data does not count."""
@@ -324,15 +310,14 @@ class ScriptRecorder:
         except StopIteration:
             if sampler.newest is not None:
                 sampler.newest.is_over = True
-            mark_all_returned(iterator)  # our own sampler asks for it: those that were skipped, too
             raise
         if (found := sampler.newest) is not None:
             indices, rows = found.waiting.popleft(), _row_digests(batch)
-            if found.about.is_stream:
-                found.about.indices += rows
+            if found.is_stream:
+                found.indices += rows
                 indices = rows
             if len(rows) == len(indices):
-                found.about.contents.update(zip(indices, rows, strict=True))
+                found.contents.update(zip(indices, rows, strict=True))
             # The first batch of a pass is preceded by the sampler's draws.
             self._is_augmented |= found.num_loaded > 0 and before != _random_state()
             found.num_loaded += 1
@@ -371,7 +356,7 @@ class ScriptRecorder:
         rows = _row_digests(inputs)
         if self._trained_on.isdisjoint(rows):
             if not self._evaluated:
-                self._passes.append(Pass("tensors", is_stream=False, shuffles=False))
+                self._passes.append(Pass("tensors"))
             self._evaluated = True
             self._passes[-1].indices += rows
 
@@ -396,10 +381,10 @@ class ScriptRecorder:
             return
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         self._losses += [float(each.detach().sum()) for each in roots]
-        self._loss = _operations(roots[0])
+        self._operations = _operations(roots[0])
         for found, *_ in self._fetched:
-            if not found.is_over and not found.about.is_training:
-                found.about.is_training = True
+            if not found.is_over and not found.is_training:
+                found.is_training = True
                 self._epochs[found.source] += 1
         if self._called is not None:
             is_wrapper = isinstance(self._called, DistributedDataParallel)
@@ -429,8 +414,9 @@ class ScriptRecorder:
         self._others = {name: each for name, each in named.items() if id(each) not in owned}
         for name, each in self._owned.items():
             self._initial.setdefault(name, fingerprint(each))
-        self._gradients = {name: fingerprint(each.grad) for name, each in self._owned.items() if each.grad is not None}
-        self._rates = read_rates(optimizer)
+        # Now, as the update may change them.
+        grads = {name: fingerprint(each.grad) for name, each in self._owned.items() if each.grad is not None}
+        self._used = grads, read_rates(optimizer)
 
     def _after_update(self, optimizer: Optimizer, *_: Any) -> None:
         self._num_open_steps -= 1
@@ -440,31 +426,42 @@ class ScriptRecorder:
             self._record()
         self._updates[id(optimizer)] += 1
         self._begin_step()
-        if not self._epochs and self.num_updates >= _NUM_EPOCHS * self.num_steps:
+        if not self._epochs and self._num_updates >= _NUM_EPOCHS * self._num_steps:
             self._end_script()
 
     def _record(self) -> None:
-        trained = [each for each in self._fetched if each[0].about.is_training]
-        rows = [row for *_, indices, found in trained for row in (found if len(found) == len(indices) else indices)]
-        digests, samples = (
-            tuple(each if isinstance(each, bytes) else str(each).encode() for each in samples)
-            for samples in (
-                rows or self._inputs,
-                [index for _, indices, _ in trained for index in indices] or self._inputs,
-            )
-        )
+        trained = [(ids, rows) for found, ids, rows in self._fetched if found.is_training] or [([], self._inputs)]
+        indices = [each for ids, rows in trained for each in ids or rows]
+        samples = [each for ids, rows in trained for each in (rows if len(rows) >= len(ids) else ids)]
+        grads, rates = self._used
         tensors: ModelFingerprint = {
-            "gradient": self._gradients,
+            "gradient": grads,
             "parameter": {name: fingerprint(each) for name, each in self._owned.items()},
             "buffer": {name: fingerprint(each) for name, each in self._others.items()},
         }
-        loss = sum(self._losses) / max(1, len(self._losses))
-        self._traces.append(StepTrace(len(self._traces), digests, loss, self._rates, tensors))
         wrappers = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
         wrapped = {id(parameter) for each in wrappers for parameter in each.parameters()}
-        outside = tuple(name for name, each in self._owned.items() if wrapped and id(each) not in wrapped)
-        about = (self._draws, self._first_state, self._loss, self._clipped, outside, self._bypassed and bool(wrapped))
-        self._steps.append(ScriptStep(samples, *about, _attributes(self._order)))
+        self._steps.append(
+            ScriptStep(
+                len(self._steps),
+                tuple(map(_to_bytes, samples)),
+                sum(self._losses) / max(1, len(self._losses)),
+                rates,
+                tensors,
+                indices=tuple(map(_to_bytes, indices)),
+                draws=self._draws,
+                random_state=self._first_state,
+                operations=self._operations,
+                before_clipping=self._clipped,
+                outside=tuple(name for name, each in self._owned.items() if wrapped and id(each) not in wrapped),
+                bypassed=self._bypassed and bool(wrapped),
+                attributes=_attributes(self._order),
+            )
+        )
+
+
+def _to_bytes(sample: Any) -> bytes:
+    return sample if isinstance(sample, bytes) else str(sample).encode()
 
 
 def _random_state() -> bytes:

@@ -34,11 +34,14 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import BatchSampler, DataLoader
 
 from lockstep.accelerator import start_thread
 from lockstep.activity import settle
 from lockstep.comm.collectives import all_gather_object, broadcast_object, default_group, device_for, is_initialized
 from lockstep.comm.world import World
+from lockstep.data.sampler import DistributedSampler
+from lockstep.data.stream import Stateful
 from lockstep.errors import CheckpointError, CollectiveError, ConfigurationError, LockstepError
 from lockstep.telemetry.rank_state import format_bytes
 from lockstep.telemetry.record import num_restarts
@@ -608,6 +611,26 @@ class Checkpoints:
 # How often, and after which pause, all ranks read again if a save may have replaced the checkpoint meanwhile.
 _NUM_TRIES, _RETRY_PAUSE_S = 5, 0.1
 
+# In the state of what each rank reads at its own position: the states by rank.
+_BY_RANK = "by rank"
+
+
+def _stateful(value: Any) -> Any:
+    """Return what has the state of ``value``: the sampler of a DataLoader, if it is a `DistributedSampler`.
+
+    Its state loads on any number of ranks and loader processes; that of torchdata's loader on as many only.
+    """
+    if not isinstance(value, DataLoader) or isinstance(value.dataset, Stateful):
+        return value
+    sampler = value.batch_sampler.sampler if isinstance(value.batch_sampler, BatchSampler) else value.sampler
+    # Batches that are returned in any order leave no position.
+    return sampler if isinstance(sampler, DistributedSampler) and value.in_order else value
+
+
+def _has_own_position(value: Stateful) -> bool:
+    """Return whether the state of ``value`` is that of this rank only, as that of most loaders."""
+    return isinstance(value, Iterable) and not isinstance(value, DistributedSampler | nn.Module)
+
 
 def save(
     path: str | os.PathLike[str], *, model: nn.Module | None = None, optimizer: Optimizer | None = None, **state: Any
@@ -625,16 +648,27 @@ def save(
         model: The model, compiled or not, with or without a data-parallel wrapper of Lockstep or PyTorch; saved without
             wrappers.
         optimizer: Its state must be complete on rank zero, or sharded over the ranks.
-        state: Numbers, strings, bytes, None, dense tensors, and lists, tuples and dicts of them.
+        state: Numbers, strings, bytes, None, dense tensors, and lists, tuples and dicts of them; objects with
+            ``state_dict`` and ``load_state_dict`` whose state is made of these, such as learning rate schedulers; and a
+            ``DataLoader`` over a `DistributedSampler`, for its position. Of other loaders and samplers, each rank's
+            state is written.
 
     Raises:
         CheckpointError: On every rank: something cannot be written. Then nothing is replaced.
     """
     folder, (rank, world_size) = place_of(path), _rank_and_size()
+    given = {name: _stateful(value) for name, value in state.items()}
+    objects = {name: each for name, each in given.items() if isinstance(each, Stateful)}
+    states = _on_all_ranks(folder, lambda: {name: each.state_dict() for name, each in objects.items()})
     with contextlib.ExitStack() as stack:
 
         def begin() -> tuple[storage.TreePacker, Callable[[], object]]:
-            parts = {"state": state, **model_state.local_state_dict(model, optimizer)}
+            own = {name: states[name] for name, each in objects.items() if _has_own_position(each)}
+            every = [own]
+            if own and is_initialized():
+                every = storage.states_of_ranks(own, group=default_group(), device=device_for(default_group()))
+            states.update({name: {_BY_RANK: [each[name] for each in every]} for name in own})
+            parts = {"state": given | states, **model_state.local_state_dict(model, optimizer)}
             packer = storage.TreePacker(parts, is_coordinator=rank == 0)
             if rank:
                 return packer, bool
@@ -665,8 +699,9 @@ def load(
     model: nn.Module | None = None,
     optimizer: Optimizer | None = None,
     best: bool = False,
+    **objects: Stateful | DataLoader[Any],
 ) -> dict[str, Any]:
-    """Read a checkpoint into ``model`` and ``optimizer``; return the rest of what was saved, on the CPU.
+    """Read a checkpoint into ``model``, ``optimizer`` and ``objects``; return the rest, on the CPU.
 
     All checksums are compared before anything is loaded; the ranks divide the files among them. No code from the files
     runs. Each rank reads what it needs, whatever the number of ranks that saved. It also reads the checkpoints of
@@ -679,11 +714,14 @@ def load(
         model: Gets the weights.
         optimizer: Gets its state.
         best: Whether to read the checkpoint that ``keep_best`` has kept in the folder of a run.
+        objects: Each gets what `save` was given under the same name. A ``DataLoader`` over a `DistributedSampler` goes
+            on at the position, on any number of ranks; other loaders and samplers only on as many as have saved.
 
     Raises:
         CheckpointError: On every rank: there is no checkpoint, or it is damaged, or it belongs to another model or
-            optimizer; or the ranks read different ones, as in folders that are not shared.
+            other objects; or the ranks read different ones, as in folders that are not shared.
     """
+    readers = {name: _stateful(each) for name, each in objects.items()}
     folder = _find(place_of(path), best=best)
     parts = _read_alike(folder)
     if optimizer is None:
@@ -691,19 +729,37 @@ def load(
 
     def fill() -> dict[str, Any]:
         try:
-            for name, given in (("model", model), ("optimizer", optimizer)):
-                if given is not None and name not in parts:
+            rest: dict[str, Any] = parts["state"]
+            for name, given in (("model", model), ("optimizer", optimizer), *readers.items()):
+                if given is not None and name not in (rest if name in readers else parts):
                     raise ValueError(f"it was saved without {name}")
+            # First what may raise an error.
+            loads = [(each.load_state_dict, _state_here(name, each, rest.pop(name))) for name, each in readers.items()]
             model_state.load_state_dict(model, optimizer, parts)
+            for load_state, state in loads:
+                load_state(state)
         except CheckpointError:
             raise
         except Exception as error:
-            text = f"The checkpoint {folder} does not fit: {error}\nUse the model and optimizer that were saved."
+            text = f"The checkpoint {folder} does not fit: {error}\nLoad the same model, optimizer and objects."
             raise CheckpointError(text) from error
-        rest: dict[str, Any] = parts["state"]
         return rest
 
     return _on_all_ranks(folder, fill)
+
+
+def _state_here(name: str, reader: Stateful, saved: Any) -> Any:
+    """Return the state for ``reader`` on this rank.
+
+    Raises:
+        ValueError: It would read other samples than those that are left.
+    """
+    if not _has_own_position(reader):
+        return saved
+    (rank, world_size), states = _rank_and_size(), saved.get(_BY_RANK, [])
+    if len(states) != world_size:
+        raise ValueError(f"{name} has positions for {len(states)} ranks, not {world_size}: use a DistributedSampler")
+    return states[rank]
 
 
 def _find(folder: Place, *, best: bool) -> Place:

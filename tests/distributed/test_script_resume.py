@@ -1,0 +1,301 @@
+"""A script that stops in the middle of an epoch goes on at the next sample, on any number of ranks and workers."""
+
+from functools import partial
+from itertools import chain, zip_longest
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
+
+import lockstep
+from lockstep.errors import CheckpointError
+
+torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+pytestmark = pytest.mark.timeout(300)
+
+SIZE, BATCH = 41, 3
+
+
+@pytest.fixture
+def ranks(ranks):
+    """Without errors for warnings: torchdata calls what torch 2.13 deprecates."""
+    return partial(ranks, warnings="ignore")
+
+
+class Numbers(Dataset):
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, index):
+        return index
+
+
+def make(kind, workers, pad, **how):
+    """A loader over a sampler, and the sampler; of the kind "batches", with a batch sampler of the script."""
+    loader_of = DataLoader if kind == "plain" else torchdata.StatefulDataLoader
+    sampler = lockstep.DistributedSampler(Numbers(), seed=3, pad=pad)
+    if kind == "batches":
+        return torchdata.StatefulDataLoader(
+            Numbers(), batch_sampler=BatchSampler(sampler, BATCH, False), num_workers=workers, **how
+        ), sampler
+    return loader_of(Numbers(), batch_size=BATCH, sampler=sampler, num_workers=workers, **how), sampler
+
+
+def train(world, path, kind, workers, pad, num_steps, sets_epoch):
+    """Read ``num_steps`` batches on each rank, or fewer if it runs dry; save in the step after which to stop."""
+    loader, sampler = make(kind, workers, pad)
+    if sets_epoch:
+        sampler.set_epoch(0)
+    seen, batches = [], iter(loader)
+    for _ in range(num_steps):
+        seen += next(batches, torch.empty(0, dtype=torch.int64)).tolist()
+    lockstep.save(path, loader=loader, step=num_steps)
+    return seen
+
+
+def resume(world, path, kind, workers, pad, sets_epoch):
+    """Go on: return the samples of the rest of the epoch and of the next one."""
+    loader, sampler = make(kind, workers, pad)
+    assert lockstep.load(path, loader=loader).keys() == {"step"}
+    passes = []
+    for epoch in range(2):
+        if sets_epoch:
+            sampler.set_epoch(epoch)
+        passes.append([index for batch in loader for index in batch.tolist()])
+    return passes
+
+
+def in_order(parts):
+    """The samples of all ranks in the order of the epoch, in which they take turns."""
+    return [index for row in zip_longest(*parts) for index in row if index is not None]
+
+
+def orders(pad):
+    """The whole order of the first two epochs."""
+    sampler = lockstep.DistributedSampler(Numbers(), 1, 0, seed=3, pad=pad)
+    return list(sampler), list(sampler)
+
+
+# On two ranks: 21 and 20 samples, so after the 7th step one rank was dry.
+@pytest.mark.parametrize("num_steps", [1, 4, 6])
+@pytest.mark.parametrize("num_after", [1, 2, 3])
+@pytest.mark.parametrize("num_before", [1, 2, 3])
+def test_the_rest_of_an_epoch_is_seen_once_and_in_order(ranks, tmp_path, num_before, num_after, num_steps):
+    first, second = orders(pad=False)
+    kinds = [("plain", 0, 2), ("plain", 2, 0), ("stateful", 2, 2), ("stateful", 0, 2), ("batches", 2, 0)]
+    kind, before, after = kinds[(num_before + num_after + num_steps) % len(kinds)]
+    path, sets_epoch = str(tmp_path / "c"), bool(num_steps % 2)
+    num_steps = min(num_steps, -(-SIZE // (BATCH * num_before)) - 1)
+    seen = in_order(ranks(num_before)(train, path, kind, before, False, num_steps, sets_epoch))
+    assert seen == first[: num_steps * BATCH * num_before]
+    rest, following = zip(*ranks(num_after)(resume, path, kind, after, False, sets_epoch), strict=True)
+    assert seen + in_order(rest) == first
+    assert in_order(following) == second
+
+
+@pytest.mark.parametrize("kind", ["plain", "stateful", "batches"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_kind_of_loader_goes_on_on_another_number_of_ranks(ranks, tmp_path, kind, workers):
+    first, second = orders(pad=False)
+    path = str(tmp_path / "c")
+    seen = in_order(ranks(2)(train, path, kind, workers, False, 4, False))
+    assert seen == first[: 4 * 2 * BATCH]
+    for num_after in (2, 3):
+        rest, following = zip(*ranks(num_after)(resume, path, kind, 2 - workers, False, False), strict=True)
+        assert seen + in_order(rest) == first
+        assert in_order(following) == second
+
+
+@pytest.mark.parametrize("kind", ["plain", "stateful"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_after_the_last_step_when_a_rank_was_dry_all_begin_the_next_epoch(ranks, tmp_path, kind, workers):
+    first, second = orders(pad=False)
+    path, num_steps = str(tmp_path / "c"), 7
+    parts = ranks(2)(train, path, kind, workers, False, num_steps, False)
+    assert [len(part) for part in parts] == [21, 20]
+    assert in_order(parts) == first
+    for num_after in (1, 3):
+        assert in_order(each[0] for each in ranks(num_after)(resume, path, kind, workers, False, False)) == second
+        # A script that sets the epoch is at its end.
+        assert ranks(num_after)(resume, path, kind, workers, False, True)[0][0] == []
+
+
+@pytest.mark.parametrize("num_after", [1, 2, 3])
+def test_padding_only_repeats_samples_at_the_end(ranks, tmp_path, num_after):
+    first, _ = orders(pad=True)
+    path = str(tmp_path / "c")
+    seen = in_order(ranks(2)(train, path, "plain", 2, True, 3, False))
+    parts = [each[0] for each in ranks(num_after)(resume, path, "plain", 2, True, False)]
+    assert len({len(part) for part in parts}) == 1
+    assert (seen + in_order(parts))[:SIZE] == first
+    assert len(list(chain(*parts))) - (SIZE - len(seen)) < num_after
+
+
+def save_random(world, path):
+    torch.manual_seed(world.rank)
+    loader = torchdata.StatefulDataLoader(Numbers(), batch_size=BATCH, shuffle=True)
+    batches = iter(loader)
+    seen = [next(batches).tolist() for _ in range(2)]
+    lockstep.save(path, loader=loader)
+    return seen, [batch.tolist() for batch in batches]
+
+
+def load_random(world, path):
+    loader = torchdata.StatefulDataLoader(Numbers(), batch_size=BATCH, shuffle=True)
+    lockstep.load(path, loader=loader)
+    return [batch.tolist() for batch in loader]
+
+
+def test_a_loader_without_our_sampler_loads_the_state_of_each_rank_and_only_on_as_many(ranks, tmp_path):
+    path = str(tmp_path / "c")
+    saved = ranks(2)(save_random, path)
+    assert saved[0][0] != saved[1][0]
+    assert ranks(2)(load_random, path) == [rest for _, rest in saved]
+    for num_after in (1, 3):
+        outcomes = ranks(num_after).each(load_random, path)
+        assert [type(outcome.error) for outcome in outcomes] == [CheckpointError] * num_after
+        assert str(outcomes[-1].error) == (
+            f"The checkpoint {path} does not fit: loader has positions for 2 ranks, not {num_after}: use a "
+            "DistributedSampler\nLoad the same model, optimizer and objects."
+        )
+
+
+def objects():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedulers = [
+        torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 1, 3]),
+        torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8),
+        torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer),
+        torch.amp.GradScaler("cpu", init_scale=4.0),
+    ]
+    return model, optimizer, dict(zip(("steps", "cosine", "plateau", "scaler"), schedulers, strict=True))
+
+
+def save_objects(world, path):
+    model, optimizer, parts = objects()
+    model(torch.ones(1, 2)).sum().backward()
+    for _ in range(2):
+        optimizer.step()
+        parts["steps"].step()
+        parts["cosine"].step()
+        parts["plateau"].step(0.5)
+    lockstep.save(path, model=model, optimizer=optimizer, note="plain", **parts)
+    states = {name: part.state_dict() for name, part in parts.items()}
+    model, optimizer, parts = objects()
+    assert lockstep.load(path, model=model, optimizer=optimizer, **parts) == {"note": "plain"}
+    assert {name: part.state_dict() for name, part in parts.items()} == states
+    assert lockstep.load(path)["cosine"] == states["cosine"]
+
+
+def test_schedulers_and_a_scaler_are_saved_and_loaded(ranks, tmp_path):
+    ranks(2)(save_objects, str(tmp_path / "c"))
+
+
+def load_wrong(world, path):
+    loader, sampler = make("plain", 0, pad=False)
+    model = nn.Linear(1, 1)
+    nn.init.ones_(model.weight)
+    lockstep.save(path, model=model, sampler=loader, counter=[1])
+    texts = []
+    nn.init.zeros_(model.weight)
+    for wrong in (
+        {"loader": loader},
+        {"sampler": DataLoader(Numbers())},
+        {"sampler": torchdata.StatefulDataLoader(Numbers())},
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            lockstep.load(path, model=model, **wrong)
+        texts.append(str(caught.value).split("does not fit: ")[1])
+    for bad in (DataLoader(Numbers()), make("plain", 2, pad=False, in_order=False)[0], {1, 2}, Holds(set())):
+        with pytest.raises(CheckpointError) as caught:
+            lockstep.save(path, bad=bad)
+        texts.append(str(caught.value).splitlines()[0].split("cannot contain ")[1])
+    assert not model.weight.any()
+    assert lockstep.load(path, model=model, sampler=sampler) == {"counter": [1]}
+    assert model.weight.item() == 1.0
+    return texts
+
+
+class Holds:
+    def __init__(self, value):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+def test_what_cannot_be_loaded_or_saved_is_an_error_on_every_rank_and_changes_nothing(ranks, tmp_path):
+    path = str(tmp_path / "c")
+    assert (
+        ranks(2)(load_wrong, path)
+        == [
+            [
+                "it was saved without loader\nLoad the same model, optimizer and objects.",
+                "'DataLoader' object has no attribute 'load_state_dict'\nLoad the same model, optimizer and objects.",
+                "sampler has positions for 0 ranks, not 2: use a DistributedSampler\n"
+                "Load the same model, optimizer and objects.",
+                "torch.utils.data.dataloader.DataLoader at state.bad.",
+                "torch.utils.data.dataloader.DataLoader at state.bad.",
+                "builtins.set at state.bad.",
+                "builtins.set at state.bad.value.",
+            ]
+        ]
+        * 2
+    )
+
+
+def fail_on_one_rank(world, path):
+    part = Holds(1)
+    if world.rank == 1:
+        part.state_dict = partial(open, path + "/missing")
+    lockstep.save(path, part=part)
+
+
+def test_a_state_that_one_rank_cannot_give_is_an_error_on_all(ranks, tmp_path):
+    errors = [outcome.error for outcome in ranks(2).each(fail_on_one_rank, str(tmp_path / "c"))]
+    assert [type(error) for error in errors] == [CheckpointError] * 2
+    assert str(errors[0]).startswith(
+        f"Rank 1: Cannot write the checkpoint {tmp_path / 'c'}: No such file or directory."
+    )
+
+
+def stream(world, path, is_new):
+    loader = torchdata.StatefulDataLoader(Stream(world.rank), batch_size=BATCH, num_workers=1)
+    if not is_new:
+        lockstep.load(path, loader=loader)
+    batches = iter(loader)
+    seen = [next(batches).tolist() for _ in range(2)]
+    lockstep.save(path, loader=loader)
+    return seen
+
+
+class Stream(IterableDataset):
+    """The stream of each rank, with a state."""
+
+    def __init__(self, rank):
+        self.rank, self.number = rank, 0
+
+    def __iter__(self):
+        while True:
+            self.number += 1
+            yield 1000 * self.rank + self.number - 1
+
+    def state_dict(self):
+        return {"rank": self.rank, "number": self.number}
+
+    def load_state_dict(self, state):
+        assert state["rank"] == self.rank
+        self.number = state["number"]
+
+
+def test_the_stream_of_each_rank_goes_on(ranks, tmp_path):
+    path = str(tmp_path / "c")
+    seen = [ranks(2)(stream, path, number == 0) for number in range(2)]
+    for rank in range(2):
+        numbers = list(chain(*seen[0][rank], *seen[1][rank]))
+        assert numbers == list(range(1000 * rank, 1000 * rank + 4 * BATCH))
