@@ -71,6 +71,17 @@ FIXES = {
     Cause.RANK: "Remove rank and world size from collate, loss and model: the engine already averages over ranks.",
     Cause.BACKWARD: "Remove rank and world size from hooks and autograd functions: the engine averages over ranks.",
     Cause.MODEL: "Build the same model on every rank: do not seed in Task.model, nor use rank and world size there.",
+    Cause.BATCH: "Divide it: batch_size=BATCH // world_size, or give the loader to lockstep.prepare.",
+    Cause.SAMPLER: "Give the loader a DistributedSampler (lockstep.DistributedSampler, or lockstep.prepare).",
+    Cause.PADDED: "Use lockstep.DistributedSampler(..., pad=False) and lockstep.backward(loss, mean_over=len(batch)).",
+    Cause.EPOCH: "Call sampler.set_epoch(epoch) in each epoch, or use lockstep.DistributedSampler, which needs none.",
+    Cause.MASKS: "Seed each rank differently after the model is made: lockstep.seed(world, 0).",
+    Cause.STEPS: "Make the same number of updates on every rank: decide from values that were reduced.",
+    Cause.SCALED: "Average once: take the mean loss of a rank's samples, and let the wrapper average over ranks.",
+    Cause.BESIDE: "Put them into the module that is wrapped, or wrap their module as well.",
+    Cause.UNREDUCED: "Call the wrapper, not its module, and run the last backward of an update outside of no_sync.",
+    Cause.EVALUATION: "Sum counts and totals over all ranks (all_reduce), or evaluate everything on rank 0.",
+    Cause.UPDATE: "Look for code between backward and step, or in the optimizer, that depends on the rank.",
 }
 OWN_PART = "Train with --reproducible {num}, which combines what all parts write, or all-reduce it yourself."
 OWN_GENERATOR = "Draw from the default generators of torch, Python and NumPy, and do not seed them in the task."

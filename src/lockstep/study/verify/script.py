@@ -18,7 +18,7 @@ from lockstep.launcher.api import environment_restored, threads_for
 from lockstep.launcher.bootstrap import RANK_SETUP
 from lockstep.launcher.cli import run
 from lockstep.study.common import log
-from lockstep.study.verify.causes import Cause, Diagnosis, Row
+from lockstep.study.verify.causes import FIXES, Cause, Diagnosis, Row
 from lockstep.study.verify.diagnose import Verification
 from lockstep.study.verify.fingerprint import (
     SINGLE,
@@ -43,27 +43,17 @@ _RECORDER = "lockstep.study.verify.script_recorder:ScriptRecorder"
 # A longer wait of a rank for another is a hang.
 _WATCHDOG_S = 30
 
-FIXES = {
-    Cause.BATCH: "Divide it: batch_size=BATCH // world_size, or give the loader to lockstep.prepare.",
-    Cause.SAMPLER: "Give the loader a DistributedSampler (lockstep.DistributedSampler, or lockstep.prepare).",
-    Cause.PADDED: "Use lockstep.DistributedSampler(..., pad=False) and lockstep.backward(loss, mean_over=len(batch)).",
+# What differs from the advice for a task.
+_FIXES = FIXES | {
     Cause.DATA: "Make data set and split the same on every rank: seed what makes them without the rank, sort listings.",
-    Cause.EPOCH: "Call sampler.set_epoch(epoch) in each epoch, or use lockstep.DistributedSampler, which needs none.",
-    Cause.MASKS: "Seed each rank differently after the model is made: lockstep.seed(world, 0).",
     Cause.MODEL: "Load or make the weights before the model is wrapped, or on every rank.",
     Cause.RATES: "Let learning rates and schedules depend on the global batch and the number of updates only.",
-    Cause.STEPS: "Make the same number of updates on every rank: decide from values that were reduced.",
-    Cause.SCALED: "Average once: take the mean loss of a rank's samples, and let the wrapper average over ranks.",
     Cause.CLIPPED: "Clip after the gradients were averaged: after backward, and before optimizer.step().",
-    Cause.BESIDE: "Put them into the module that is wrapped, or wrap their module as well.",
-    Cause.UNREDUCED: "Call the wrapper, not its module, and run the last backward of an update outside of no_sync.",
     Cause.BUFFERS: "Change buffers and copies of the model in the same way on every rank: from values that all have.",
     Cause.STATE: "Change attributes in the same way on every rank, not on rank 0 only.",
     Cause.WEIGHTING: "Weight each rank by what its loss counts: lockstep.backward(loss, mean_over=count).",
     Cause.TERM: "Add the penalty once: to the loss of every rank if gradients are averaged, or use weight_decay.",
     Cause.COUPLED: "Gather what samples need of each other from all ranks, and make each term a mean over samples.",
-    Cause.EVALUATION: "Sum counts and totals over all ranks (all_reduce), or evaluate everything on rank 0.",
-    Cause.UPDATE: "Look for code between backward and step, or in the optimizer, that depends on the rank.",
     Cause.OPERATOR: "Seed the script; torch.use_deterministic_algorithms(True) replaces or names operators.",
     Cause.RANDOM: "Nothing: it is so by design. lockstep train --reproducible draws the same numbers on any devices.",
     Cause.BATCHNORM: "Convert the model: lockstep.SyncBatchNorm.convert_sync_batchnorm(model).",
@@ -157,7 +147,7 @@ def _by_design(off: Sequence[str], one: ScriptTrace) -> Iterator[tuple[str, Diag
 
 
 def _diagnosis(cause: Cause, evidence: str) -> Diagnosis:
-    return Diagnosis(cause, evidence, FIXES[cause])
+    return Diagnosis(cause, evidence, _FIXES[cause])
 
 
 def _numbers(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> tuple[int, ...]:
