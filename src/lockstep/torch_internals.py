@@ -360,6 +360,17 @@ BaseDataLoaderIter, *LoaderIters = (
 )
 
 
+# The property of a DataLoader, and the attribute of its iterators, that yields the indices of each batch.
+INDEX_SAMPLER = "_index_sampler"
+
+
+def describe_node(node: Any) -> str:
+    """Return the operation of a node of the autograd graph, with the number and the reduction that it has saved."""
+    name, other = node.name().removesuffix("Backward0"), getattr(node, "_saved_other", None)
+    number = f" by {float(other):g}" if isinstance(other, Tensor) and other.numel() == 1 else ""
+    return f"{name}{number}{' sum' * (getattr(node, '_saved_reduction', None) == 2)}"
+
+
 def progress_of_calling_loader() -> Callable[[], tuple[int, int]]:
     """Return how many batches of its pass the DataLoader that called has read ahead and returned, as a function.
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.models import soak
-from tests.verifying import FAULTS, causes, verify_on
+from tests.verifying import FAULTS, causes, check_counts, verify_on
 
 
 @pytest.fixture(scope="module")
@@ -79,15 +79,15 @@ def test_five_faults_at_once_are_all_found_though_a_rank_cannot_train_on_the_las
     assert fixes["data order"].startswith("Make the data set the same on every rank")
     assert fixes["learning-rate rule"].startswith("Let the learning rate depend")
     assert fixes["a loss that sums instead of averages"].startswith("Return the mean over the batch")
-    assert reported == [
+    assert reported[:6] == [
         "one process, twice",
         "2 ranks",
         "the ranks cannot train on the epoch's last batch; without it",
         "one process, twice",
         "2 ranks",
-        "not the same; experiments in one process",
-        "experiments on 2 ranks",
+        "experiment 1 of at most 24: one process, random state, BatchNorm statistics turned off",
     ]
+    assert check_counts(reported) == 24  # none are left out if all kinds of causes are found
     assert verification.subject.steps == (0, 1, 2)
     assert verification.remark == (
         "Without the epoch's last batch, on which the ranks fail (A batch of 3 samples leaves this rank one in step "
@@ -125,17 +125,6 @@ def test_dropout_and_batch_norm_are_the_same_bits_in_reproducible_mode(ranks):
         verification, _ = verify_on(ranks, FAULTS / file, reproducible=2)
         assert verification.same
         assert set(verification.comparison.worst.values()) == {0.0}
-
-
-def test_a_fix_that_is_proposed_was_tried(verified):
-    dropout, _ = verified("random_state.py")
-    tried = "Tried: with --reproducible 2, one process and the ranks are the same run, to the bit."
-    assert dropout.findings[0].tried == tried
-    norm, _ = verified("batchnorm_statistics.py")
-    assert norm.findings[0].tried == tried
-    assert norm.findings[0].evidence == (
-        "Each rank normalises with the mean and variance of its own part of the batch (1)."
-    )
 
 
 def test_the_evidence_names_the_step_that_differs_the_parameter_and_the_draw(verified):

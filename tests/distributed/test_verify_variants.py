@@ -1,79 +1,8 @@
 """Each fault comes in many forms; what names it are measurements, so the form does not matter."""
 
-import textwrap
-
 import pytest
 
-from tests.verifying import causes, verify_on
-
-TASK = """
-import os, random, time
-import numpy as np
-import torch
-import torch.nn.functional as F
-from torch import nn
-import lockstep
-
-RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-
-
-class Samples(torch.utils.data.Dataset):
-    def __init__(self):
-        generator = torch.Generator().manual_seed(1)
-        self.x, self.y = torch.randn(45, 6, generator=generator), torch.randint(0, 3, (45,), generator=generator)
-        self.order = list(range(45))
-        {SAMPLES}
-
-    def __len__(self):
-        return len(self.order)
-
-    def __getitem__(self, index):
-        x, y = self.x[self.order[index]], self.y[self.order[index]]
-        {SAMPLE}
-        return x, y
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 3)
-        self.register_buffer("buffer", torch.ones(16))
-        {INIT}
-
-    def forward(self, x):
-        h = torch.tanh(self.first(x))
-        {FORWARD}
-        return self.last(h)
-
-
-def loss(model, batch):
-    x, y = batch
-    out = model(x)
-    {LOSS}
-    return F.cross_entropy(out, y)
-
-
-class Updates(torch.optim.SGD):
-    def step(self, closure=None):
-        {STEP}
-        return super().step(closure)
-
-
-def optimizer(params):
-    lr, weight_decay = 0.05, 0.0
-    {OPTIMIZER}
-    return Updates(params, lr=lr, weight_decay=weight_decay, momentum=0.9)
-
-
-def schedule(step, num_steps):
-    {SCHEDULE}
-    return 1 - step / num_steps
-
-
-task = lockstep.Task(
-    model=Net, dataset=Samples, loss=loss, optimizer=optimizer, schedule=schedule, global_batch_size=8
-)
-"""
+from tests.verifying import causes, plant, verify_on
 
 
 @pytest.fixture
@@ -81,14 +10,7 @@ def planted(tmp_path, ranks):
     """Return what verify finds in a task with some lines changed."""
 
     def verify(settings=None, **changes):
-        text = TASK
-        for place in ("SAMPLES", "SAMPLE", "INIT", "FORWARD", "LOSS", "STEP", "OPTIMIZER", "SCHEDULE"):
-            indent = " " * (4 if place in ("LOSS", "OPTIMIZER", "SCHEDULE") else 8)
-            lines = textwrap.dedent(changes.pop(place, "pass")).strip()
-            text = text.replace("{" + place + "}", lines.replace("\n", "\n" + indent))
-        assert not changes
-        file = tmp_path / "planted.py"
-        file.write_text(text)
+        file = plant(tmp_path, **changes)
         return verify_on(ranks, file, num_steps=2, **(settings or {}))[0]
 
     return verify

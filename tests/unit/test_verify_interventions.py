@@ -27,6 +27,14 @@ DRAWS = {
     "numpy": lambda n: torch.from_numpy(np.random.randn(n)),
 }
 
+NAMES = {
+    "dropout": "dropout of 0.3",
+    "attention": "dropout of 0.5",
+    "private": "torch generator.rand",
+    "python": "random.random",
+    "numpy": "numpy.random.randn",
+}
+
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_draws_become_constants_that_are_not_zero(name):
@@ -56,7 +64,7 @@ def test_draws_are_left_alone_unless_turned_off(name):
         watch.active = True
         found = DRAWS[name](50)
     assert torch.equal(found, expected)
-    assert len(watch.draws) == 1
+    assert watch.draws == {NAMES.get(name, f"torch {name.strip('_')}")}
 
 
 def test_private_generators_of_python_and_numpy_are_constant_while_active():

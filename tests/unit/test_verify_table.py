@@ -51,6 +51,24 @@ def test_fp32_and_consecutive_steps_are_said():
     assert sentence.endswith("over steps 0 to 2 (fp32, to 1e-03 of each tensor's size).")
 
 
+def test_what_differs_by_design_is_a_verdict_of_its_own():
+    found = verification(finding(Cause.RANDOM), finding(Cause.BATCHNORM))
+    found = replace(found, apart_from=("dropout masks", "batch norm statistics"))
+    assert not found.same
+    assert found.verdict == sentences(found)[0] == json.loads(found.to_json())["verdict"][0]
+    assert found.verdict == (
+        "The same training run, apart from dropout masks and batch norm statistics: without them, 2 ranks train as one "
+        "process does, over steps 0 to 1 and 5, the epoch's last (float64, to 1e-08 of each tensor's size)."
+    )
+    assert json.loads(found.to_json())["apart_from"] == ["dropout masks", "batch norm statistics"]
+    assert repr(found).startswith("The same training run, apart from dropout masks")
+    assert "<pre>The same training run, apart from dropout masks" in found._repr_html_()
+    assert sentences(found)[1:3] == [
+        "Cause 1 of 2: random state. It was measured.",
+        "Fix: Train with --reproducible 2: each part of the batch then has random numbers of its own.",
+    ]
+
+
 def test_a_fault_is_named_with_its_fix():
     assert sentences(verification(finding(Cause.BATCHNORM, "Tried: it helps."))) == [
         "Not the same training run: 2 ranks differ from one process, first in the gradient 0.weight at step 1 on rank "
@@ -107,8 +125,8 @@ def test_the_page_fits_and_begins_with_the_verdict():
         lines = console.export_text().splitlines()
     assert str(found).splitlines() == lines
     assert "<pre>" in (html := found._repr_html_()) and "Cause: a loss that sums instead of averages." in html
-    assert lines[0] == "task.py: one process and 2 ranks, steps 0 to 1 and 5, the epoch's last"
-    assert lines[2].startswith("Not the same training run:")
+    assert lines[0].startswith("Not the same training run:")
+    assert "task.py: one process and 2 ranks, steps 0 to 1 and 5, the epoch's last" in lines
     assert max(map(len, lines)) <= 100
     assert [line.split() for line in lines if line.startswith(" losses")] == [["losses", "none"]]
     assert lines[-2:] == [

@@ -219,10 +219,32 @@ def predict(
         write("page", html_file, prediction.render_page(found, origin, command))
 
 
+def _verify_script(
+    command: Sequence[str], devices: int | None, steps: int, json_file: str | None, **settings: Any
+) -> int:
+    if given := [name for name, value in settings.items() if value not in (None, "ddp", Settings().seed)]:
+        raise click.UsageError(f"--{given[0].replace('_', '-')} is for a task, and {command[0]} is a script.")
+    check_writable(json_file)
+    num_devices = _num_devices(devices)
+    from lockstep.study.verify.script import verify_script
+
+    return _show_verified(verify_script(command, devices=num_devices, steps=steps), json_file)
+
+
+def _show_verified(found: Any, json_file: str | None) -> int:
+    from lockstep.study.verify.diagnose import Verification
+
+    console().print(found)
+    write("findings", json_file, found.to_json())
+    return 0 if found.same else 3 if isinstance(found, Verification) and found.apart_from else EXIT_CODE
+
+
 @command()
-@takes_task
+@partial(takes_task, run_script=_verify_script)
 @_DEVICES
-@click.option("--steps", type=int, default=4, show_default=True, metavar="N", help="Steps to train.")
+@click.option(
+    "--steps", type=int, default=4, show_default=True, metavar="N", help="Steps to train; of a script, each epoch."
+)
 @settings_options(Settings, "reproducible", "seed", "global_batch_size")
 @click.option("--strategy", type=click.Choice(["ddp", "local-sgd", "diloco"]), default="ddp", show_default=True)
 @settings_options(Settings, "sync_every", "fragments", "sync_delay", "outer_lr", "outer_momentum")
@@ -230,16 +252,21 @@ def predict(
 def verify(
     task_file: str, devices: int | None, steps: int, strategy: Any, json_file: str | None, **settings: Any
 ) -> int:
-    """Train some steps of TASK.py as one process and as N ranks: is it the same run?
+    """Train some steps of a task, or of any script, as one process and as N ranks: is it the same run?
 
     If not, names the first tensor that differs, and finds the cause by turning off one feature at a time. Computes in
-    float64 where the task allows it. Exit code 0: the same run; 1: it is not, or an error.
+    float64 where a task allows it. A script runs as under lockstep run, on shortened epochs.
+
+    Exit code 0: the same run; 3: the same, apart from dropout masks, other random numbers in forward, or batch norm
+    statistics; 1: not the same, or an error.
 
     Examples:
       lockstep verify examples/digits.py --devices 2
           is it the same run with fit on 2 devices as on one?
       lockstep verify train.py --devices 4 --reproducible 4
           the same to the bit, dropout and batch norm included?
+      lockstep verify ddp.py --devices 2 -- --lr 0.1
+          a script with its arguments, whatever it trains with
       lockstep verify train.py --devices 2 --strategy diloco
           a run that differs by design: do its rules hold?
     """
@@ -250,9 +277,7 @@ def verify(
     check_engine(strategy, given)
     run = diagnose.verify if strategy == "ddp" else partial(diagnose.verify_exchanges, strategy=strategy)
     found = run(task_file, devices=_num_devices(devices), steps=steps, settings=given)
-    console().print(found)
-    write("findings", json_file, found.to_json())
-    return 0 if found.same else EXIT_CODE
+    return _show_verified(found, json_file)
 
 
 @command()

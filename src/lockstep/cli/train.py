@@ -17,13 +17,15 @@ from lockstep.launcher.bootstrap import RANK_SETUP
 from lockstep.launcher.output import LogSettings
 from lockstep.record_files import hide_secrets
 from lockstep.train.settings import FitSettings, LaunchSettings, Setting, merge_settings, read_settings, settings_of
-from lockstep.train.task_file import TaskSpec, find_task
+from lockstep.train.task_file import TaskSpec, find_task, is_script
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def takes_task(function: Callable[..., Any]) -> Callable[..., Any]:
+def takes_task(function: Callable[..., Any], run_script: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """Give a command the argument TASK.py and ``--set NAME=VALUE ...``; it gets both as ``task_file``, a `TaskSpec`.
+
+    For a script, ``run_script`` is called instead, with the script and its arguments as ``command``.
 
     Raises:
         ConfigurationError: The file does not exist, or has no such task.
@@ -31,6 +33,8 @@ def takes_task(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def called(*, task_file: str, texts: Sequence[str], more: Sequence[str], **options: Any) -> Any:
+        if run_script is not None and is_script(task_file):
+            return run_script(command=[task_file, *more], **options)
         pairs = [text.partition("=") for text in (*texts, *more)]
         if wrong := [*more] * (not texts) or [name for name, sign, _ in pairs if not (name and sign)]:
             raise click.UsageError(f"Got unexpected extra argument ({wrong[0]}). Give --set NAME=VALUE.")
@@ -41,7 +45,8 @@ def takes_task(function: Callable[..., Any]) -> Callable[..., Any]:
 
     how = "Value of a parameter of the task's function; several may follow."
     option = click.option("--set", "texts", multiple=True, metavar="NAME=VALUE", help=how)
-    task, more = click.argument("task_file", metavar="TASK.py"), click.argument("more", metavar="", nargs=-1)
+    metavar = "TASK.py" if run_script is None else "TASK_OR_SCRIPT"
+    task, more = click.argument("task_file", metavar=metavar), click.argument("more", metavar="", nargs=-1)
     return task(more(option(called)))
 
 

@@ -222,7 +222,7 @@ class Instrument(ExitStack):
 
     # --- collectives --------------------------------------------------------------------------------------------------
 
-    def collectives(self, before: Listener) -> None:
+    def collectives(self, before: Listener, *, in_ddp: bool = True) -> None:
         """Call ``before(name, group, *args, **kwargs)`` before the collectives of all groups, with their arguments.
 
         torch's DistributedDataParallel starts its collectives in C++, where no hook sees them. It gets, in its first
@@ -234,6 +234,9 @@ class Instrument(ExitStack):
         for kind in (Group, CpuProcessGroup):
             for name in filter(_COLLECTIVE.match, list(vars(kind))):
                 self.before(kind, name, functools.partial(before, name))
+
+        if not in_ddp:
+            return
 
         def hook_torchs(module: nn.Module, _: Any) -> None:
             # By name, as --adopt puts our class in the place of torch's.

@@ -55,6 +55,13 @@ def find_task(spec: str) -> tuple[Path, str]:
     return path, name
 
 
+def is_script(file: str) -> bool:
+    """Return whether a file is a script that trains, rather than one with a task; false if there is none."""
+    path = Path(file)
+    text = path.read_text("utf-8", errors="replace") if path.is_file() else "Task("
+    return "Task(" not in text and not re.search(r"^(from|import) .*\btask\b", text, re.MULTILINE)
+
+
 def without_task(path: Path, name: str, others: list[str]) -> ConfigurationError:
     """Return the error about a file that has no such task, but ``others``."""
     hint = f"Define one: {name} = lockstep.Task(...). A script is run by: lockstep run {path}"

@@ -1,15 +1,16 @@
 """Why two runs differ: experiments on determinism, on the division of a batch, and on the ranks' state."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import partial
+from functools import cache
 from typing import Any, TypeVar
 
 from lockstep.comm.world import World
 from lockstep.study.verify.fingerprint import DOUBLE, EXACT, SINGLE, Kind, Tolerance, Trace, TraceComparison, compare
-from lockstep.study.verify.interventions import Experiment, Given, Off, Subject, Switch
+from lockstep.study.verify.interventions import PRIVATE, Division, Experiment, Given, Off, Subject, Switch
 from lockstep.study.verify.reference_loop import StepWeights, explain, measure_weights, perform
+from lockstep.train.plan import plural
 
 
 class Cause(StrEnum):
@@ -33,6 +34,18 @@ class Cause(StrEnum):
     RANK = "a forward pass that depends on the rank"
     BACKWARD = "a backward pass that depends on the rank"
     MODEL = "a model that depends on the rank"
+    # Of scripts.
+    BATCH = "a batch that is not divided"
+    SAMPLER = "samples that are not divided"
+    PADDED = "samples that count twice"
+    EPOCH = "the same order in every epoch"
+    MASKS = "the same random numbers on all ranks"
+    STEPS = "another number of updates"
+    SCALED = "a loss or gradients of another size"
+    BESIDE = "parameters outside of the wrapper"
+    UNREDUCED = "gradients that were not averaged"
+    UPDATE = "an update that depends on the rank"
+    EVALUATION = "an evaluation of a part"
 
 
 # ``{num}`` stands for the number of ranks.
@@ -58,6 +71,17 @@ FIXES = {
     Cause.RANK: "Remove rank and world size from collate, loss and model: the engine already averages over ranks.",
     Cause.BACKWARD: "Remove rank and world size from hooks and autograd functions: the engine averages over ranks.",
     Cause.MODEL: "Build the same model on every rank: do not seed in Task.model, nor use rank and world size there.",
+    Cause.BATCH: "Divide it: batch_size=BATCH // world_size, or give the loader to lockstep.prepare.",
+    Cause.SAMPLER: "Give the loader a DistributedSampler (lockstep.DistributedSampler, or lockstep.prepare).",
+    Cause.PADDED: "Use lockstep.DistributedSampler(..., pad=False) and lockstep.backward(loss, mean_over=len(batch)).",
+    Cause.EPOCH: "Call sampler.set_epoch(epoch) in each epoch, or use lockstep.DistributedSampler, which needs none.",
+    Cause.MASKS: "Seed each rank differently after the model is made: lockstep.seed(world, 0).",
+    Cause.STEPS: "Make the same number of updates on every rank: decide from values that were reduced.",
+    Cause.SCALED: "Average once: take the mean loss of a rank's samples, and let the wrapper average over ranks.",
+    Cause.BESIDE: "Put them into the module that is wrapped, or wrap their module as well.",
+    Cause.UNREDUCED: "Call the wrapper, not its module, and run the last backward of an update outside of no_sync.",
+    Cause.EVALUATION: "Sum counts and totals over all ranks (all_reduce), or evaluate everything on rank 0.",
+    Cause.UPDATE: "Look for code between backward and step, or in the optimizer, that depends on the rank.",
 }
 OWN_PART = "Train with --reproducible {num}, which combines what all parts write, or all-reduce it yourself."
 OWN_GENERATOR = "Draw from the default generators of torch, Python and NumPy, and do not seed them in the task."
@@ -101,6 +125,8 @@ class Row:
 T = TypeVar("T")
 # The traces of a run, or why it failed.
 Outcome = list[Trace] | str
+# Returns the traces of one process, its shares, or all ranks, with these features turned off or in reproducible mode.
+Run = Callable[[Off | None, Division], Outcome]
 
 
 def attempt(run: Callable[..., T], *args: Any) -> T | str:
@@ -109,6 +135,62 @@ def attempt(run: Callable[..., T], *args: Any) -> T | str:
         return run(*args)
     except Exception as error:  # any error of the task's code: it is already known that the runs differ
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+# Words for the features that depend on the division of the batch.
+_OF_DIVISION: dict[Switch, str] = {
+    "random": "random state",
+    "batchnorm": "BatchNorm statistics",
+    "state": "changes of buffers in forward",
+    "weights": "sample weighting",
+}
+NOTHING: Off = frozenset()
+# Always turned off in the process that simulates the ranks: it has no samples and learning rates of its own.
+GIVEN: Off = frozenset({"data", "rates"})
+
+
+def in_words(off: Off) -> str:
+    """Return the features of a division that are turned off."""
+    return ", ".join(words for switch, words in _OF_DIVISION.items() if switch in off) or "nothing"
+
+
+@dataclass
+class Lab:
+    """Runs experiments, counts them, and reports each before it runs.
+
+    Attributes:
+        report: Called with a text, in the process of the experiment.
+        base: The features turned off in all of them.
+        num: The number of experiments so far.
+        most: The largest number that it may become, as far as is known.
+    """
+
+    subject: Subject
+    given: Given
+    report: Callable[[str], None]
+    base: Off = NOTHING
+    num: int = 0
+    most: int = 24
+
+    def begin(self, text: str, world: World) -> None:
+        """Count and report the next experiment."""
+        self.num += 1
+        if world.rank == 0:
+            self.report(f"experiment {self.num} of at most {self.most}: {text}")
+
+    def run(self, off: Off | None, division: Division, world: World) -> Outcome:
+        """Return the traces of this process, or why it failed; ``off`` is None for reproducible mode.
+
+        Collective for ``ranks``: every rank of ``world``.
+        """
+        num, given = self.subject.num_devices, GIVEN if division == "shares" else NOTHING
+        how = f"--reproducible {num}" if off is None else f"{in_words(off)} turned off"
+        who = {"one": "one process", "shares": "one process, share after share"}.get(division, plural(num, "rank"))
+        self.begin(f"{who}, {how}", world)
+        experiment = Experiment(division, self.base | given | (off or NOTHING))
+        if off is None:
+            experiment = Experiment(division, self.base | GIVEN | {"initial"}, reproducible=num, watched=False)
+        return attempt(perform, self.subject, experiment, self.given, world)
 
 
 def tolerance_of(subject: Subject) -> Tolerance:
@@ -138,6 +220,17 @@ class Findings:
         """Record an experiment that failed, which excludes nothing."""
         self.rows.append(Row(trial, pair, f"failed: {reason}", False, reason))
 
+    def add_draws(self, draws: Iterable[str]) -> None:
+        """Add that forward draws random numbers."""
+        drawn = f"random numbers ({', '.join(draws)})"
+        self.add(Cause.RANDOM, f"Forward draws {drawn}, and each part of the batch gets others than the whole.")
+
+    def add_norms(self, norms: Sequence[str]) -> None:
+        """Add that batch norm layers use the statistics of a part."""
+        where = f" ({', '.join(norms[:3])}{' ...' if len(norms) > 3 else ''})" if norms else ""
+        evidence = f"Each rank normalises with the mean and variance of its own part of the batch{where}."
+        self.add(Cause.BATCHNORM, evidence)
+
     def compare(
         self, trial: str, pair: str, expected: Outcome, found: Outcome, tolerance: Tolerance, skip: Sequence[Kind] = ()
     ) -> TraceComparison | None:
@@ -150,21 +243,54 @@ class Findings:
         return comparison
 
 
+# Do the ranks differ in random draws and batch statistics only? One process and the ranks are run without both.
+
+PLAIN_PAIR = "one process, ranks"
+
+
+def study_apart(findings: Findings, norms: Mapping[str, str], run: Run) -> tuple[str, ...]:
+    """Find out whether only random draws and batch statistics make the ranks differ; return what does, in words.
+
+    Args:
+        findings: Gets the findings.
+        norms: Batch norm layers; those that use the statistics of all ranks stay as they are.
+        run: Runs an experiment.
+    """
+    local = [name for name, kind in norms.items() if "Sync" not in kind]
+    off: Off = frozenset({"random", "batchnorm"}) if local else frozenset({"random"})
+    one = run(off, "one")
+    draws = () if isinstance(one, str) else one[0].draws
+    # --reproducible does not seed private generators.
+    if any(draw.startswith(PRIVATE) for draw in draws) or not (draws or local):
+        return ()
+    ranks = run(off, "ranks")
+    found = findings.compare(in_words(off), PLAIN_PAIR, one, ranks, tolerance_of(findings.subject))
+    # All must draw in the same way: a constant hides how likely it was.
+    if found is None or not found.same or any(isinstance(one, str) or one.draws != draws for one in ranks):
+        return ()
+    if draws:
+        findings.add_draws(draws)
+    if local:
+        findings.add_norms(local)
+    masks = "dropout masks" if all(draw.startswith("dropout") for draw in draws) else "random numbers in forward"
+    return (masks,) * bool(draws) + ("batch norm statistics",) * bool(local)
+
+
 # Does one process give the same run twice? If not, what has to be turned off?
 
 TWICE = "one process, twice"
 
 
-def study_repetition(findings: Findings, given: Given, world: World, plain: TraceComparison) -> Off | None:
+def study_repetition(findings: Findings, lab: Lab, plain: TraceComparison, world: World) -> Off | None:
     """Find what must be turned off so that one process gives the same run twice; None if nothing achieves that.
 
     Args:
         findings: Gets the findings.
-        given: The data of the single process.
-        world: Of this process alone.
+        lab: Runs the experiments.
         plain: Two runs with nothing turned off.
+        world: Of this process alone.
     """
-    base: Off = frozenset()
+    base = NOTHING
     if plain.first is None:
         return base
     findings.rows.append(Row("nothing", TWICE, str(plain), plain.same))
@@ -176,7 +302,7 @@ def study_repetition(findings: Findings, given: Given, world: World, plain: Trac
         findings.add(Cause.RANDOM, "One process starts from other weights the second time.", FIXES[Cause.MODEL])
     again = plain
     if base:
-        one, two = (attempt(perform, findings.subject, Experiment("one", base), given, world) for _ in range(2))
+        one, two = (lab.run(base, "one", world) for _ in range(2))
         turned_off = " and ".join(found.cause for found in findings.diagnoses)
         again = findings.compare(turned_off, TWICE, one, two, EXACT) or plain
     if again.first is None:
@@ -192,56 +318,43 @@ def study_repetition(findings: Findings, given: Given, world: World, plain: Trac
 # Does the division of the batch matter? One process is compared with itself, computing share after share.
 
 PAIR = "whole batch, in shares"
-_OF_DIVISION: dict[Switch, str] = {
-    "random": "random state",
-    "batchnorm": "BatchNorm statistics",
-    "state": "changes of buffers in forward",
-    "weights": "sample weighting",
-}
-# Always turned off in the process that simulates the ranks: it has no samples and learning rates of its own.
-GIVEN: Off = frozenset({"data", "rates"})
 
 
-def study_division(findings: Findings, given: Given, world: World, base: Off) -> Given:
-    """Find what makes the result depend on the division of the batch.
+def study_division(findings: Findings, lab: Lab, world: World) -> Outcome:
+    """Find what makes the result depend on the division of the batch; return the plain run of the shares.
 
     Args:
         findings: Gets the findings.
-        given: The data of the single process.
+        lab: Runs the experiments; gets the factors that the shares' losses need.
         world: Of this process alone.
-        base: The features turned off in all runs.
-
-    Returns:
-        ``given`` with the factors that the shares' losses need.
     """
-    draws: dict[str, None] = {}
-    written: set[str] = set()
-    live: set[Switch] = {"batchnorm"} if given.norms else set()
+    traces: list[Trace] = []
+    others: set[Switch] = {"batchnorm"} if lab.given.norms else set()
+
+    @cache
+    def run(off: Off, division: Division) -> Outcome:
+        return lab.run(off, division, world)
 
     def divide(off: Off, turned_off: str) -> TraceComparison | None:
-        # The whole batch has no weights; shares only have the given data and rates.
-        run = partial(attempt, perform, findings.subject)
-        one = run(Experiment("one", (base | off) - {"weights"}), given, world)
-        shares = run(Experiment("shares", (base | off).union(GIVEN)), given, world)
-        for trace in (*one, *shares) if isinstance(one, list) and isinstance(shares, list) else ():
-            draws.update(dict.fromkeys(trace.draws))
-            written.update(trace.written)
-            live.update(switch for switch in _OF_DIVISION if switch in trace.live)
+        one, shares = run(off - {"weights"}, "one"), run(off, "shares")  # the whole batch has no weights
+        traces.extend(trace for outcome in (one, shares) if isinstance(outcome, list) for trace in outcome)
         return findings.compare(turned_off, PAIR, one, shares, tolerance_of(findings.subject), skip=["sample"])
 
-    if (plain := divide(frozenset(), "nothing")) is not None and plain.same:
-        return given
-    weights = attempt(measure_weights, findings.subject, given, base, world.device)
+    if (plain := divide(NOTHING, "nothing")) is not None and plain.same:
+        return run(NOTHING, "shares")
+    lab.begin("one process, the weights of its shares", world)
+    weights = attempt(measure_weights, findings.subject, lab.given, lab.base, world.device)
     if isinstance(weights, str):
         findings.add_failed("sample weighting", PAIR, weights)
     if plain is None or isinstance(weights, str):
         findings.explained = False
-        return given
-    given = replace(given, factors={step.step: step.factors for step in weights})
+        return run(NOTHING, "shares")
+    lab.given = replace(lab.given, factors={step.step: step.factors for step in weights})
     kind, differing = explain(weights)
     if kind != "right":
-        live.add("weights")
+        others.add("weights")
     # Several causes may act at the same time. So all are turned off, and then one at a time is turned on.
+    live = others.union(*(trace.live for trace in traces))
     suspects: list[Switch] = [switch for switch in _OF_DIVISION if switch in live]
     everything = frozenset(suspects)
     nothing = divide(everything, "all of the below") if suspects else plain
@@ -253,15 +366,11 @@ def study_division(findings: Findings, given: Given, world: World, base: Off) ->
             if other is not None and not other.same:
                 found.add(switch)
     if "random" in found:
-        drawn = ", ".join(draws) or "random numbers"
-        evidence = f"Forward draws random numbers ({drawn}), and each part of the batch gets others than the whole."
-        findings.add(Cause.RANDOM, evidence)
+        findings.add_draws(sorted({draw for trace in traces for draw in trace.draws}))
     if "batchnorm" in found:
-        norms = list(given.norms)
-        where = f" ({', '.join(norms[:3])}{' ...' if len(norms) > 3 else ''})" if norms else ""
-        evidence = f"Each rank normalises with the mean and variance of its own part of the batch{where}."
-        findings.add(Cause.BATCHNORM, evidence)
+        findings.add_norms([*lab.given.norms])
     if "state" in found:
+        written = {name for trace in traces for name in trace.written}
         changed = [one for one in plain.differences if one.kind in ("buffer", "parameter") and one.name in written]
         what = f"the {changed[0].kind} {changed[0].name}" if changed else "a buffer or parameter"
         evidence = f"Forward changes {what} by the part of the batch that a rank has, so each rank has another."
@@ -272,7 +381,7 @@ def study_division(findings: Findings, given: Given, world: World, base: Off) ->
         # Without a kind that fits all steps, each step needs weights of its own.
         _add_weighting(findings, kind or "mean", differing)
     findings.explained &= bool(found) or is_named
-    return given
+    return run(NOTHING, "shares")
 
 
 # By kind of loss: its cause and the evidence.
@@ -300,35 +409,32 @@ def _add_weighting(findings: Findings, kind: str, step: StepWeights) -> None:
 # Does it matter which rank computes a share? The ranks are compared with one process that simulates them.
 
 RANKS_PAIR = "shares in one process, ranks"
-NOTHING: Off = frozenset()
+# The largest number of experiments: of the plain run, of all below, and of both runs in reproducible mode.
+NUM_LATER = 10
 EVERYTHING: Off = frozenset({"random", "state", "data", "initial", "rates"})
 BUT_RANDOM, BUT_STATE, BUT_RATES = (EVERYTHING - {switch} for switch in ("random", "state", "rates"))
 HIDDEN: Off = EVERYTHING | {"place"}
-# All are run, on the ranks and in one process, though the first may show that the others are not needed.
-VARIANTS = NOTHING, EVERYTHING, HIDDEN, BUT_RANDOM, BUT_STATE, BUT_RATES
-
-# By the features turned off, or by the name of the fix that is tried: the traces of all ranks (or shares).
-Runs = Mapping[Off | str, Outcome]
 
 
-def study_ranks(findings: Findings, base: Off, shares: Runs, ranks: Runs, reference: Sequence[Trace]) -> None:
+def study_ranks(findings: Findings, base: Off, shares: Outcome, run: Run, reference: Sequence[Trace]) -> None:
     """Find what makes the ranks differ from one process that simulates them.
 
     Args:
         findings: Gets the findings.
         base: The features turned off in all runs.
-        shares: The runs of one process, by the features turned off.
-        ranks: The same runs on the ranks.
+        shares: The plain run of that process.
+        run: Runs an experiment, or returns its traces if it was run before.
         reference: The run of one process on whole batches.
     """
     tolerance = tolerance_of(findings.subject)
     num_before = len(findings.diagnoses)
 
     def compare_with(off: Off, turned_off: str) -> TraceComparison | None:
-        return findings.compare(turned_off, RANKS_PAIR, shares[off], ranks[off], tolerance, skip=["sample", "size"])
+        expected = run(off, "shares") if off else shares
+        return findings.compare(turned_off, RANKS_PAIR, expected, run(off, "ranks"), tolerance, skip=["sample", "size"])
 
     plain = compare_with(NOTHING, "nothing")
-    _add_values(findings, base, ranks, reference)
+    _add_values(findings, base, run, reference)
     if plain is not None and plain.same:
         return
     if (nothing := compare_with(EVERYTHING, "all of the below")) is not None and nothing.first is None:
@@ -341,10 +447,10 @@ def study_ranks(findings: Findings, base: Off, shares: Runs, ranks: Runs, refere
             findings.add(Cause.BUFFERS, f"Forward writes other values on each rank: {written}.")
     elif nothing is not None and nothing.first is not None:
         # Data, weights, rates and draws are the same, but the ranks differ: the reason is the task's own code.
-        hidden = compare_with(HIDDEN, "all of that, and rank and world size hidden from the task")
+        hiding = "all of that, and rank and world size hidden from the task"
         if nothing.first.kind == "parameter":
             findings.add(Cause.RATES, f"Gradients and rates are as in one process, the update is not: {nothing.first}.")
-        elif hidden is not None and hidden.same:
+        elif (hidden := compare_with(HIDDEN, hiding)) is not None and hidden.same:
             evidence = f"The {nothing.first} is as in one process once rank and world size are hidden from the task."
             findings.add(Cause.BACKWARD if nothing.first.kind == "gradient" else Cause.RANK, evidence)
         else:
@@ -352,14 +458,14 @@ def study_ranks(findings: Findings, base: Off, shares: Runs, ranks: Runs, refere
     findings.explained &= len(findings.diagnoses) > num_before
 
 
-def _add_values(findings: Findings, base: Off, ranks: Runs, reference: Sequence[Trace]) -> None:
+def _add_values(findings: Findings, base: Off, run: Run, reference: Sequence[Trace]) -> None:
     """Add the causes that the runs show directly: other samples, other initial weights, other rates."""
 
     def compare_values(off: Off) -> TraceComparison | None:
-        if isinstance(found := ranks.get(off, ""), str):
+        if isinstance(found := run(off, "ranks"), str):
             return None
-        of_training: tuple[Kind, ...] = ("loss", "gradient", "parameter", "buffer")
-        return compare(reference, found, tolerance_of(findings.subject), skip=of_training)
+        skip: tuple[Kind, ...] = ("loss", "gradient", "parameter", "buffer")
+        return compare(reference, found, tolerance_of(findings.subject), skip=skip)
 
     if (found := compare_values(NOTHING)) is None:
         return

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from lockstep.comm.world import World
 from lockstep.errors import ConfigurationError, LaunchTimeout, ModelMismatch, ReplicasDiffer
 from lockstep.study.common import Shown, Table, check_numbers, load, log, run_ranks, to_json
 from lockstep.study.verify import causes
-from lockstep.study.verify.causes import FIXES, Cause, Diagnosis, Findings, Outcome, Row, Runs, attempt, tolerance_of
+from lockstep.study.verify.causes import Cause, Diagnosis, Findings, Lab, Outcome, Row, Run, attempt, tolerance_of
 from lockstep.study.verify.fingerprint import EXACT, Tolerance, Trace, TraceComparison, compare
 from lockstep.study.verify.interventions import Division, Experiment, Given, Off, Subject
 from lockstep.study.verify.reference_loop import perform, perform_and_keep
@@ -37,8 +37,9 @@ def verify(
 ) -> Verification:
     """Train some steps of ``task`` as one process and as N ranks, and find out whether it is the same run.
 
-    Starts processes and blocks until they are done. If the runs differ, it finds the cause by turning off one feature
-    at a time.
+    Starts processes and blocks until they are done. If the runs differ, it first turns off random draws in forward and
+    batch statistics. If the runs are then the same, that is the result; if not, it finds the cause by turning off one
+    feature at a time.
 
     Args:
         task: A task, or where to find it: ``FILE.py`` or ``FILE.py:NAME``.
@@ -72,7 +73,7 @@ def diagnose(subject: Subject, processes: Processes, report: Callable[[str], Non
     Args:
         subject: The task to examine.
         processes: Starts one process, or as many as there are ranks.
-        report: Called with a text about progress.
+        report: Called with a text about progress; also in the processes, so it must be picklable.
     """
     # Replicas that differ are a finding here, not an error.
     subject = replace(subject, settings=replace(subject.settings, check_replicas=0))
@@ -82,35 +83,36 @@ def diagnose(subject: Subject, processes: Processes, report: Callable[[str], Non
     if isinstance(on_ranks, Diagnosis):
         return replace(result, findings=(on_ranks,))
     comparison = compare(alone.traces, on_ranks, EXACT if subject.settings.reproducible else tolerance_of(subject))
+    result = replace(result, comparison=comparison)
     if comparison.same and alone.again.same:
-        return replace(result, same=True, comparison=comparison)
+        return replace(result, same=True)
     if outside := _outside(alone):
         # Parameters that each rank trains separately make everything else differ.
-        return replace(result, comparison=comparison, findings=(outside,), explained=False)
-    report("not the same; experiments in one process")
-    study: AloneStudy = processes(study_alone, alone, devices=1)[0]
-    findings = study.repetition
+        return replace(result, findings=(outside,), explained=False)
+    findings, lab = Findings(subject), Lab(subject, alone.given, report)
+
+    @cache
+    def run(off: Off | None, division: Division) -> Outcome:
+        outcomes = processes(lab.run, off, division, devices=subject.num_devices if division == "ranks" else 1)
+        lab.num += 1
+        failed = [found for found in outcomes if isinstance(found, str)]
+        return failed[0] if failed else [trace for found in outcomes for trace in found]
+
+    # In reproducible mode, ranks must have the same masks and statistics.
+    is_by_design = alone.again.same and not subject.settings.reproducible
+    if is_by_design and (apart := causes.study_apart(findings, alone.given.norms, run)):
+        return replace(result, apart_from=apart, findings=tuple(findings.diagnoses), rows=tuple(findings.rows))
+    lab, findings, division, shares = processes(study_alone, lab, findings, alone.again, devices=1)[0]
     # If one process never gives the same run twice, a comparison with ranks proves nothing.
-    if study.base is not None and not comparison.same:
-        findings.rows += study.division.rows
-        report(f"experiments on {plural(subject.num_devices, 'rank')}")
-        light = replace(study, runs=dict.fromkeys(study.runs, ""))  # traces are large, and every rank gets a copy
-        found = processes(run_on_ranks, light, devices=subject.num_devices)
-        ranks = {name: _gather([one[name] for one in found]) for name in study.runs}
-        causes.study_ranks(findings, study.base, study.runs, ranks, alone.traces)
-        fixed = study.runs["reproducible"], ranks["reproducible"]
-        findings.diagnoses += [_with_fix(one, *fixed, findings) for one in study.division.diagnoses]
-        findings.explained &= study.division.explained
+    if shares and not comparison.same:
+        findings.rows += division.rows
+        causes.study_ranks(findings, lab.base, shares, run, alone.traces)
+        findings.diagnoses += [_with_fix(one, run, findings) for one in division.diagnoses]
+        findings.explained &= division.explained
     # Of each cause the first.
     diagnoses = tuple({one.cause: one for one in reversed(findings.diagnoses)}.values())[::-1]
     explained = findings.explained and bool(diagnoses)
-    return replace(result, comparison=comparison, findings=diagnoses, rows=tuple(findings.rows), explained=explained)
-
-
-def _gather(outcomes: list[Outcome]) -> Outcome:
-    """Return the traces of all ranks, or why one of them failed."""
-    failed = [found for found in outcomes if isinstance(found, str)]
-    return failed[0] if failed else [trace for found in outcomes for trace in found if isinstance(trace, Trace)]
+    return replace(result, findings=diagnoses, rows=tuple(findings.rows), explained=explained)
 
 
 def _train(
@@ -157,19 +159,20 @@ def _outside(alone: Alone) -> Diagnosis | None:
         f"Training changes parameters that no module of the model registers, of shape {', '.join(shapes[:5])}: each "
         "rank trains its own."
     )
-    return Diagnosis(Cause.OUTSIDE, evidence, FIXES[Cause.OUTSIDE])
+    return Diagnosis(Cause.OUTSIDE, evidence, causes.FIXES[Cause.OUTSIDE])
 
 
 # The causes that have to be fixed in the code; the fix of the others, or one of them, is --reproducible.
 _BY_HAND = (Cause.WEIGHTING, Cause.SUM, Cause.TERM, Cause.STATE, Cause.PARAMETERS)
 
 
-def _with_fix(diagnosis: Diagnosis, alone: Outcome, ranks: Outcome, findings: Findings) -> Diagnosis:
+def _with_fix(diagnosis: Diagnosis, run: Run, findings: Findings) -> Diagnosis:
     """Return ``diagnosis`` with the result of its fix: of both runs in reproducible mode."""
     if diagnosis.cause in _BY_HAND:
         return diagnosis
     flag = f"--reproducible {findings.subject.num_devices}"
-    if (found := findings.compare(f"{flag} instead", "one process, ranks", alone, ranks, EXACT)) is None:
+    one, ranks = run(None, "one"), run(None, "ranks")
+    if (found := findings.compare(f"{flag} instead", causes.PLAIN_PAIR, one, ranks, EXACT)) is None:
         return diagnosis
     if found.same:
         return replace(diagnosis, tried=f"Tried: with {flag}, one process and the ranks are the same run, to the bit.")
@@ -217,59 +220,29 @@ def run_alone(subject: Subject, world: World) -> Alone:
     return Alone(subject, given, traces, compare(traces, train(subject, given=given)[0], EXACT), why_single)
 
 
-@dataclass(frozen=True)
-class AloneStudy:
-    """The findings of a single process.
+Studied = tuple[Lab, Findings, Findings, Outcome]
 
-    Attributes:
-        repetition: The causes why a second run differs.
-        given: With the factors of the shares.
-        base: The features turned off from here on; None if nothing makes two runs the same.
-        division: The causes why the result depends on the division of the batch.
-        runs: By features turned off, the runs that simulate the ranks; and ``reproducible``, on the whole batch.
+
+def study_alone(lab: Lab, findings: Findings, again: TraceComparison, world: World) -> Studied:
+    """Find the causes that a single process can find.
+
+    Returns:
+        The arguments; the causes why the result depends on the division of the batch; the plain run of the shares,
+        which the ranks are compared with, empty if nothing makes two runs of one process the same.
     """
-
-    repetition: Findings
-    given: Given
-    base: Off | None
-    division: Findings
-    runs: Runs = field(default_factory=dict)
-
-    def experiment(self, name: Off | str, division: Division) -> Experiment:
-        """Return the run in which the ranks should equal one process: with features turned off, or reproducible."""
-        assert self.base is not None
-        if isinstance(name, str):
-            base, num = self.base.union(causes.GIVEN, ("initial",)), self.division.subject.num_devices
-            return Experiment("ranks" if division == "ranks" else "one", base, reproducible=num, watched=False)
-        if division == "ranks":
-            return Experiment("ranks", self.base | name)
-        # Data, rates and the rank number are always those of the single process.
-        return Experiment("shares", self.base.union(causes.GIVEN, name & {"random", "state"}))
-
-
-def study_alone(alone: Alone, world: World) -> AloneStudy:
-    """Find the causes that a single process can find, and run the experiments that the ranks are compared with."""
-    subject = alone.subject
-    repetition, division = Findings(subject), Findings(subject)
-    if (base := causes.study_repetition(repetition, alone.given, world, alone.again)) is None:
-        return AloneStudy(repetition, alone.given, None, division)
+    division = Findings(lab.subject)
+    if (base := causes.study_repetition(findings, lab, again, world)) is None:
+        return lab, findings, division, ""
     # Such layers need the other ranks in forward, so one process cannot simulate them.
-    if any("Sync" in kind for kind in alone.given.norms.values()):
+    if any("Sync" in kind for kind in lab.given.norms.values()):
         base |= {"batchnorm"}
-    given = causes.study_division(division, alone.given, world, base)
-    if subject.settings.reproducible:
+    lab.base = base
+    shares = causes.study_division(division, lab, world)
+    lab.most = lab.num + causes.NUM_LATER
+    if lab.subject.settings.reproducible:
         # Then one process divides the batch as the ranks do, so only these effects of a division matter.
         division.diagnoses = [one for one in division.diagnoses if one.cause in (Cause.RANDOM, Cause.BUFFERS)]
-    study = AloneStudy(repetition, given, base, division)
-    names: tuple[Off | str, ...] = (*causes.VARIANTS, "reproducible")
-    runs = {name: attempt(perform, subject, study.experiment(name, "shares"), given, world) for name in names}
-    return replace(study, runs=runs)
-
-
-def run_on_ranks(study: AloneStudy, world: World) -> Runs:
-    """Run the same experiments on the ranks. Collective: every rank of ``world``."""
-    subject, given = study.division.subject, study.given
-    return {name: attempt(perform, subject, study.experiment(name, "ranks"), given, world) for name in study.runs}
+    return lab, findings, division, shares
 
 
 # The result: in sentences, as tables for a terminal and as JSON.
@@ -284,6 +257,7 @@ class Verification(Shown):
     Attributes:
         subject: What was examined.
         same: Whether it is the same run.
+        apart_from: If it is the same run once this is turned off, what makes it differ, in words; else empty.
         comparison: One process against the ranks; None where the ranks could not start.
         repeatable: Whether one process is the same run twice, to the bit.
         findings: The causes, if it is not the same run.
@@ -302,6 +276,29 @@ class Verification(Shown):
     explained: bool = True
     why_single: str = ""
     remark: str = ""
+    apart_from: tuple[str, ...] = ()
+
+    @property
+    def verdict(self) -> str:
+        """The result in a sentence."""
+        subject, comparison = self.subject, self.comparison
+        who = plural(subject.num_devices, "rank")
+        verb = "train" if subject.num_devices > 1 else "trains"
+        as_one = f"{who} {verb} as one process does, over {_steps(subject.steps)} ({_exactness(self)})"
+        if self.same:
+            return f"The same training run: {as_one}."
+        if self.apart_from:
+            return f"The same training run, apart from {' and '.join(self.apart_from)}: without them, {as_one}."
+        if comparison is None:
+            return f"Not the same training run: the {who} cannot train together."
+        if comparison.first is None and self.repeatable:
+            return f"Not the same training run, although {who} and one process make the same updates."
+        if comparison.first is None:
+            return f"Not reproducible: one process and {who} agree, but no two runs are equal to the bit."
+        return (
+            f"Not the same training run: {who} differ{'s' * (subject.num_devices == 1)} from one process, first in the "
+            f"{comparison.first}."
+        )
 
     @property
     def name(self) -> str:
@@ -312,8 +309,8 @@ class Verification(Shown):
         """Lay out verdict, what was compared, and each experiment; the verdict comes first."""
         subject, comparison = self.subject, self.comparison
         heading = f"{self.name}: one process and {plural(subject.num_devices, 'rank')}, {_steps(subject.steps)}"
-        parts: list[RenderableType] = [Text(heading, style="bold"), Text()]
-        parts += [Text(sentence) for sentence in sentences(self)]
+        parts: list[RenderableType] = [Text(sentence) for sentence in sentences(self)]
+        parts += [Text(), Text(heading, style="bold")]
         if comparison is not None:
             rows: list[list[str | Text]] = []
             for kind, worst in comparison.worst.items():
@@ -343,6 +340,7 @@ class Verification(Shown):
             "version": 1,  # grows when a name or a meaning changes; new names leave it as it is
             "task": self.name,
             "same": self.same,
+            "apart_from": list(self.apart_from),
             "setup": {
                 "num_devices": subject.num_devices,
                 "engine": "ddp",
@@ -367,7 +365,7 @@ class Verification(Shown):
 
 def sentences(verification: Verification) -> list[str]:
     """Return the verdict, a paragraph each: what is, then cause and fix for each cause."""
-    found = [_headline(verification)]
+    found = [verification.verdict]
     num = len(verification.findings)
     for number, finding in enumerate(verification.findings, 1):
         which = f"Cause {number} of {num}" if num > 1 else "Cause"
@@ -386,25 +384,6 @@ def sentences(verification: Verification) -> list[str]:
             f"{len(failed)} of {len(verification.rows)} experiments failed, and exclude no cause: {failed[0].error}"
         )
     return found
-
-
-def _headline(verification: Verification) -> str:
-    subject, comparison = verification.subject, verification.comparison
-    who = plural(subject.num_devices, "rank")
-    if verification.same:
-        verb = "train" if subject.num_devices > 1 else "trains"
-        return (
-            f"The same training run: {who} {verb} as one process does, over {_steps(subject.steps)} "
-            f"({_exactness(verification)})."
-        )
-    if comparison is None:
-        return f"Not the same training run: the {who} cannot train together."
-    if comparison.first is None:
-        return f"Not reproducible: one process and {who} agree, but no two runs are equal to the bit."
-    return (
-        f"Not the same training run: {who} differ{'s' * (subject.num_devices == 1)} from one process, first in the "
-        f"{comparison.first}."
-    )
 
 
 def _exactness(verification: Verification) -> str:

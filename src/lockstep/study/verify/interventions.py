@@ -79,7 +79,7 @@ class Given:
         sizes: Of the data set and of a global batch.
         initial: The model's initial state.
         rates: Of each update: for every group, its options.
-        norms: Batch norm layers of the model: their classes by name.
+        norms: Batch norm layers of the model that train on statistics of the batch: their classes by name.
         factors: By step, the factor of each share's loss.
         outside: The shapes of parameters that it trained, but that no module of the model registers.
     """
@@ -130,8 +130,8 @@ class NoBatchStatistics(TorchFunctionMode):
 
 
 def is_batch_norm(module: nn.Module) -> bool:
-    """Return whether a layer is batch norm of some kind; instance norm uses each sample separately."""
-    return isinstance(module, BatchNorm) or "BatchNorm" in type(module).__name__
+    """Return whether a layer is batch norm that is not frozen; instance norm uses each sample separately."""
+    return module.training and (isinstance(module, BatchNorm) or "BatchNorm" in type(module).__name__)
 
 
 # Random numbers and writes in forward: observed, or turned off.
@@ -150,7 +150,7 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
     Attributes:
         current: The one whose `generators` are in place, if any.
         active: Whether random draws count: those of the data set do not.
-        draws: Names of the random operations.
+        draws: Names of the random operations; those of private generators begin with a text in `PRIVATE`.
         written: Names of the parameters and buffers that forward changed.
         live: The switches that have an effect on the task: it draws, writes, or uses batch norm.
     """
@@ -193,7 +193,7 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
             self.live.add("batchnorm")
         # Attention is tagged as random, but is so only with dropout.
         if self.active and torch.Tag.nondeterministic_seeded in func.tags and _dropout(func, args, kwargs) != 0.0:
-            self.note_draw(f"torch {schema_of(func).name.partition('::')[2].strip('_')}")
+            self.note_draw(_name(func, args, kwargs))
             result = _constant(func, args, kwargs) if "random" in self.off else func(*args, **kwargs)
         else:
             result = func(*args, **kwargs)
@@ -328,7 +328,22 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
 _STAND_INS = tuple(_stand_ins())
 
 
-# What stands for a draw of torch.
+# The names of torch's draws, and what stands for them.
+
+# Generators other than the default ones: --reproducible does not seed them.
+PRIVATE = ("torch generator.", "numpy generator.", "random.Random")
+
+
+def _name(func: Any, args: Any, kwargs: Any) -> str:
+    """Return the name of a draw; that of dropout has the probability, which must not depend on the rank."""
+    name = schema_of(func).name.partition("::")[2]
+    if isinstance(kwargs.get("generator"), torch.Generator):
+        return f"torch generator.{name.strip('_')}"
+    probability = args[1] if name == "native_dropout" else _dropout(func, args, kwargs)
+    # Dropout on a CPU, which draws 1 for what stays; torch leaves out arguments that are the default.
+    if name == "bernoulli_" and not isinstance(stays := [*args, 0.5][1], Tensor):
+        probability = 1 - stays
+    return f"torch {name.strip('_')}" if probability is None else f"dropout of {probability:g}"
 
 
 def _dropout(func: Any, args: Any, kwargs: Any) -> float | None:
@@ -358,7 +373,7 @@ def _constant(func: Any, args: Any, kwargs: Any) -> Any:
     with torch.random.fork_rng(here, device_type=default_device().type):
         torch.manual_seed(0)
         if name.endswith("_"):  # one number of that distribution: more are drawn another way from 16 on
-            return args[0].copy_(func(args[0].new_empty(1), *args[1:], **kwargs))
+            return args[0].copy_(func(args[0].new_empty(1), *args[1:], **kwargs)[0])
         result = func(*args, **kwargs)
     if name == "randperm":
         return torch.arange(len(result), dtype=result.dtype, device=result.device)

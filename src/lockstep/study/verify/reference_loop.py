@@ -155,7 +155,6 @@ def perform_and_keep(subject: Subject, experiment: Experiment, given: Given, wor
         initial = [fingerprint_model(model) for model in loop.models]
         state = loop.models[0].state_dict().items()
         initial_state = {name: value.detach().cpu().clone() for name, value in state if isinstance(value, Tensor)}
-        norms = {name: type(one).__name__ for name, one in loop.models[0].named_modules() if is_batch_norm(one)}
         steps: list[list[StepTrace]] = [[] for _ in loop.models]
         samples = {}
         for step in chosen:
@@ -170,6 +169,7 @@ def perform_and_keep(subject: Subject, experiment: Experiment, given: Given, wor
                 if task.gradients is not None:
                     tensors["gradient"] = task.gradients
                 so_far.append(StepTrace(step, digests, loss, rates, tensors))
+        norms = {name: type(one).__name__ for name, one in loop.models[0].named_modules() if is_batch_norm(one)}
         watch = sandbox.watch
         seen = tuple(sorted(watch.draws)), tuple(sorted(watch.written)), frozenset(watch.live)
         traces = [Trace(loop.sizes, start, tuple(so_far), *seen) for start, so_far in zip(initial, steps, strict=True)]

@@ -1,0 +1,539 @@
+"""The trace of a script: what its loaders, models and optimizers do in one rank, recorded as it happens."""
+
+import atexit
+import gc
+import os
+import pickle
+import random
+import sys
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, IterableDataset
+
+from lockstep.containers import find_tensors
+from lockstep.data.loader import HasEpochs
+from lockstep.data.order import mix, seed_cpu
+from lockstep.study.verify.fingerprint import Fingerprint, ModelFingerprint, StepTrace, Trace, fingerprint, read_rates
+from lockstep.study.verify.interventions import NoBatchStatistics, Watch, is_batch_norm
+from lockstep.telemetry.instrument import Instrument, in_backward
+from lockstep.torch_internals import INDEX_SAMPLER, BaseDataLoaderIter, describe_node
+from lockstep.train.checkpoints.model_state import unwrap
+
+# [Note: the script is cut short]
+# A script is not changed, but its passes over its loaders are shorter. A pass that trains has a few updates and then
+# the last batches of the pass; one that evaluates has the first batches and the last. The samplers are read to their
+# end, so it is known what a whole pass would have loaded. After `_NUM_EPOCHS` passes that train, the others have one
+# batch.
+# All of this depends on counts only, which are the same on all ranks of a script without errors.
+
+_NUM_EPOCHS = 3
+# Updates of a pass over a stream.
+_NUM_OF_STREAM = 20
+# After so many passes of one batch the script ends: it may train until it has made a number of updates.
+_NUM_LATE = 40
+
+# Collectives that may combine what the ranks have evaluated.
+_COMBINING = ("allreduce", "allgather", "_allgather", "gather", "reduce")
+
+# Attributes of every module.
+_OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
+
+
+@dataclass
+class Pass:
+    """One pass over a loader.
+
+    Attributes:
+        dataset: Class and length of the data set; that of a rank may be its part.
+        is_stream: Whether it has no indices, so that only what was loaded is known.
+        shuffles: Whether the sampler shuffles, and has to be given the epoch.
+        source: The id of the data set.
+        num_before: Updates of the script before the pass.
+        is_late: Whether only its first batch is loaded.
+        indices: What the sampler yielded, also for batches that were not loaded; of a stream, digests of samples.
+        contents: By index, a digest of the sample.
+        waiting: The indices of the batches that are being loaded.
+        num_loaded: Batches that the script has received.
+        is_over: Whether it has received all.
+        is_training: Whether there was a backward during the pass.
+        is_combined: Whether ranks communicated during the pass, or before the next one.
+    """
+
+    dataset: str
+    is_stream: bool = False
+    shuffles: bool = False
+    source: int = 0
+    num_before: int = 0
+    is_late: bool = False
+    indices: list[Any] = field(default_factory=list)
+    contents: dict[Any, bytes] = field(default_factory=dict)
+    waiting: deque[list[Any]] = field(default_factory=deque)
+    num_loaded: int = 0
+    is_over: bool = False
+    is_training: bool = False
+    is_combined: bool = False
+
+    def note(self, indices: Any) -> list[Any]:
+        """Add what the sampler has yielded, and return it as a list."""
+        if self.is_stream:
+            return []
+        found = indices if isinstance(indices, list | tuple) else [indices]
+        found = [each if isinstance(each, int) else str(each) for each in found]
+        self.indices += found
+        return found
+
+
+@dataclass(frozen=True)
+class ScriptStep(StepTrace):
+    """One update of a script.
+
+    Attributes:
+        indices: Of the samples from which this rank computed its gradients.
+        draws: Whether random numbers were drawn, other than for data.
+        random_state: A digest of the generators' state before.
+        operations: Those that made the loss, the last one first.
+        before_clipping: A digest of the gradients when they were clipped; None if they were not.
+        outside: Names of the updated parameters that are in no data-parallel wrapper, if there is one.
+        bypassed: Whether forward was called on the module in the wrapper, or the backward was in ``no_sync``.
+        attributes: Numbers and tensors that modules have as plain attributes.
+    """
+
+    indices: tuple[bytes, ...]
+    draws: bool
+    random_state: bytes
+    operations: tuple[str, ...]
+    before_clipping: bytes | None
+    outside: tuple[str, ...]
+    bypassed: bool
+    attributes: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ScriptTrace(Trace):
+    """The trace of a script in one rank.
+
+    Attributes:
+        passes: Over loaders.
+        norms: Layers of batch norm that normalise with the statistics of this rank's part.
+        is_half: Whether something is computed in less than fp32.
+        is_augmented: Whether samples are drawn at random, so that one is another in each epoch.
+    """
+
+    steps: tuple[ScriptStep, ...] = ()
+    passes: tuple[Pass, ...] = ()
+    norms: tuple[str, ...] = ()
+    is_half: bool = False
+    is_augmented: bool = False
+
+
+class _ShortSampler:
+    """The index sampler of a loader; each iteration is a pass, see [Note: the script is cut short]."""
+
+    def __init__(self, recorder: "ScriptRecorder", dataset: Any, sampler: Any) -> None:
+        self._recorder, self._dataset, self._sampler = recorder, dataset, sampler
+        self.newest: Pass | None = None
+
+    def __len__(self) -> int:
+        """Return the number of batches of a whole pass."""
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield what the sampler yields for the batches that are loaded."""
+        self.newest = found = self._recorder.begin_pass(self._dataset, self._sampler)
+        rest = iter(self._sampler)
+        for indices in rest:
+            found.waiting.append(found.note(indices))
+            yield indices
+            if self._recorder.is_enough(found):
+                break
+        left = [] if found.is_stream else [(indices, found.note(indices)) for indices in rest]
+        for indices, noted in left[len(left) - self._recorder.num_last(found, len(left)) :]:
+            found.waiting.append(noted)
+            yield indices
+
+
+class ScriptRecorder:
+    """Records the script of this rank; the launcher's bootstrap creates one before the script starts.
+
+    Args:
+        folder: Gets the trace when the script ends, in a file named after the rank.
+        num_steps: Updates of a pass.
+        off: What to turn off: ``random``, ``batchnorm``; see `Switch`.
+    """
+
+    def __init__(self, folder: str, num_steps: int, off: Sequence[str]) -> None:
+        self._file, self._num_steps = Path(folder) / os.environ["RANK"], num_steps
+        self._steps: list[ScriptStep] = []
+        self._initial: dict[str, Fingerprint] = {}
+        self._norms: set[str] = set()
+        self._is_half = self._is_augmented = False
+        self._passes: list[Pass] = []
+        self._epochs: Counter[int] = Counter()  # passes that train, by id of the data set
+        self._num_late = 0
+        self._updates: Counter[int] = Counter()  # by id of the optimizer
+        self._order: dict[int, int] = {}  # of the parameters that were updated, by id
+        self._owned: dict[str, Tensor] = {}  # by the optimizer that updates now
+        self._others: dict[str, Tensor] = {}
+        self._used: tuple[dict[str, Fingerprint], dict[str, float]] = {}, {}  # gradients and rates
+        self._is_in_forward, self._num_open_steps = False, 0
+        self._called: nn.Module | None = None  # the outermost module of the newest forward that trains
+        self._before_draws = b""
+        self._inputs: list[bytes] = []  # digests of the rows that forward got
+        self._begin_step()
+        self._watch = Watch(frozenset({"random"}))
+        self._arm(Instrument(), off)
+        atexit.register(self._write)
+
+    def _begin_step(self) -> None:
+        # Of each batch: its pass, the indices of its samples, and their digests.
+        self._fetched: list[tuple[Pass, list[Any], list[bytes]]] = []
+        self._trained_on = frozenset(self._inputs)
+        self._inputs, self._evaluated = [], False
+        self._losses: list[float] = []
+        self._operations: tuple[str, ...] = ()
+        self._first_state = b""
+        self._draws = self._bypassed = False
+        self._clipped: bytes | None = None
+
+    def _arm(self, instrument: Instrument, off: Sequence[str]) -> None:
+        """Install all hooks; they are not removed."""
+        # A script without seeds draws other numbers in each run and on each rank; now only on each rank.
+        value = mix(int(os.environ["RANK"]))
+        seed_cpu(value)
+        torch.manual_seed(value)
+        original = getattr(DataLoader, INDEX_SAMPLER).fget
+        short: weakref.WeakKeyDictionary[Any, _ShortSampler] = weakref.WeakKeyDictionary()
+
+        def index_sampler(loader: Any) -> _ShortSampler:
+            if loader not in short:
+                short[loader] = _ShortSampler(self, loader.dataset, original(loader))
+            return short[loader]
+
+        instrument.replace(DataLoader, INDEX_SAMPLER, property(index_sampler))
+        instrument.wrap(DataLoader, "__iter__", self._around_load)
+        instrument.wrap(BaseDataLoaderIter, "__next__", self._around_next)
+        instrument.wrap(nn.Module, "__call__", self._around_forward)
+        instrument.before(torch.autograd, "backward", self._before_backward)
+        instrument.optimizers(self._before_update, self._after_update)
+        instrument.collectives(self._before_collective, in_ddp=False)
+        for name in ("clip_grad_norm_", "clip_grad_value_"):
+            instrument.before(nn.utils, name, self._before_clipping)
+        if "random" in off:
+            instrument.enter_context(self._watch.generators())
+            instrument.enter_context(self._watch)
+        if "batchnorm" in off:
+            instrument.enter_context(NoBatchStatistics())
+
+    def _write(self) -> None:
+        initial: ModelFingerprint = {"parameter": self._initial, "gradient": {}, "buffer": {}}
+        found = ScriptTrace(
+            {"samples of the data set": 0},  # the sampler, not the data set, says how many there are
+            initial,
+            tuple(self._steps),
+            draws=tuple(sorted(self._watch.draws)),
+            passes=tuple(self._passes),
+            norms=tuple(sorted(self._norms)),
+            is_half=self._is_half,
+            is_augmented=self._is_augmented,
+        )
+        self._file.write_bytes(pickle.dumps(found))
+
+    def _end_script(self) -> None:
+        """End the script: each rank comes here after the same update."""
+        self._write()
+        sys.stdout.flush()
+        os._exit(0)
+
+    # --- Loaders
+
+    @property
+    def _num_updates(self) -> int:
+        """The updates of the script; of several optimizers, those of the one with the most."""
+        return max(self._updates.values(), default=0)
+
+    def begin_pass(self, dataset: Any, sampler: Any) -> Pass:
+        """Return a new pass over a data set, by a sampler of indices or of lists of them."""
+        sampler, is_stream = getattr(sampler, "sampler", sampler), isinstance(dataset, IterableDataset)
+        kind = type(dataset).__name__ if is_stream else f"{type(dataset).__name__} of {len(dataset)}"
+        shuffles = isinstance(sampler, HasEpochs) and bool(getattr(sampler, "shuffle", False))
+        is_late = self._epochs[id(dataset)] >= _NUM_EPOCHS
+        found = Pass(kind, is_stream, shuffles, id(dataset), self._num_updates, is_late)
+        self._num_late += is_late
+        if self._num_late > _NUM_LATE:
+            self._end_script()
+        if not is_late:
+            self._passes.append(found)
+        return found
+
+    def is_enough(self, found: Pass) -> bool:
+        """Return whether of the rest of a pass only the last batches are loaded."""
+        if found.is_late or not found.is_training:
+            return found.is_late or found.num_loaded > self._num_steps
+        # The end of a stream can only be seen by reading it.
+        num_steps = _NUM_OF_STREAM if found.is_stream else self._num_steps - 1
+        return self._num_updates - found.num_before >= num_steps
+
+    def num_last(self, found: Pass, num_left: int) -> int:
+        """Return how many of the last batches are loaded: those of one update."""
+        if found.is_late or not num_left:
+            return 0
+        each = round(found.num_loaded / max(1, self._num_updates - found.num_before)) if found.is_training else 1
+        return (num_left - 1) % max(1, each) + 1
+
+    def _around_load(self, original: Callable[..., Any], loader: Any) -> Any:
+        """Around the start of a pass, and each of its batches: what is drawn for data does not count."""
+        self._note_draws()
+        self._watch.active = True  # from here on: how weights and data sets are made stays random
+        draws = set(self._watch.draws)
+        try:
+            return original(loader)
+        finally:
+            self._watch.draws = draws
+            self._before_draws = _random_state()
+
+    def _around_next(self, original: Callable[..., Any], iterator: Any) -> Any:
+        sampler: _ShortSampler = getattr(iterator, INDEX_SAMPLER)
+        before = _random_state()
+        try:
+            batch = self._around_load(original, iterator)
+        except StopIteration:
+            if sampler.newest is not None:
+                sampler.newest.is_over = True
+            raise
+        if (found := sampler.newest) is not None:
+            indices, rows = found.waiting.popleft(), _row_digests(batch)
+            if found.is_stream:
+                found.indices += rows
+                indices = rows
+            if len(rows) == len(indices):
+                found.contents.update(zip(indices, rows, strict=True))
+            # The first batch of a pass is preceded by the sampler's draws.
+            self._is_augmented |= found.num_loaded > 0 and before != _random_state()
+            found.num_loaded += 1
+            self._fetched.append((found, indices, rows))
+        return batch
+
+    def _note_draws(self) -> None:
+        """Note whether the script has drawn since the newest batch was loaded, or forward began."""
+        if self._before_draws and self._before_draws != _random_state():
+            self._draws = True
+        self._before_draws = b""
+
+    # --- Forward and backward
+
+    def _around_forward(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self._is_in_forward or torch.compiler.is_compiling():
+            return original(module, *args, **kwargs)
+        self._is_in_forward = True
+        try:
+            if not module.training or not torch.is_grad_enabled() or in_backward():
+                self._note_evaluation(module, (args, kwargs))
+                return original(module, *args, **kwargs)
+            self._before_forward(module, (args, kwargs))
+            output = original(module, *args, **kwargs)
+            self._note_draws()
+            # What a script draws outside of forward may be which samples it takes, if it has no loader.
+            self._before_draws = _random_state() if self._fetched else b""
+            return output
+        finally:
+            self._is_in_forward = False
+
+    def _note_evaluation(self, module: nn.Module, inputs: Any) -> None:
+        """Add what a model is evaluated on, without a loader, to a pass."""
+        if self._called is None or unwrap(module) is not unwrap(self._called) or self._fetched or self._num_late:
+            return
+        rows = _row_digests(inputs)
+        if self._trained_on.isdisjoint(rows):
+            if not self._evaluated:
+                self._passes.append(Pass("tensors"))
+            self._evaluated = True
+            self._passes[-1].indices += rows
+
+    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
+        self._watch.active = True
+        self._before_draws = self._before_draws or _random_state()
+        self._first_state = self._first_state or self._before_draws
+        parameters = [each for each in module.parameters() if each.requires_grad]
+        if not parameters:  # a module of losses
+            return
+        self._called = module
+        for name, each in unwrap(module).named_modules():
+            if is_batch_norm(each) and each.training and "Sync" not in type(each).__name__:
+                self._norms.add(name)
+        device = parameters[0].device.type
+        self._is_half |= torch.is_autocast_enabled(device) or parameters[0].dtype.itemsize < 4
+        if not self._fetched:  # the script makes its batches by itself
+            self._inputs += _row_digests(inputs)
+
+    def _before_backward(self, tensors: Any, *_args: Any, **_kwargs: Any) -> None:
+        if in_backward():  # of a checkpoint
+            return
+        roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        self._losses += [float(each.detach().sum()) for each in roots]
+        self._operations = _operations(roots[0])
+        for found, *_ in self._fetched:
+            if not found.is_over and not found.is_training:
+                found.is_training = True
+                self._epochs[found.source] += 1
+        if self._called is not None:
+            is_wrapper = isinstance(self._called, DistributedDataParallel)
+            self._bypassed = not is_wrapper or not self._called.require_backward_grad_sync
+
+    def _before_clipping(self, *_args: Any, **_kwargs: Any) -> None:
+        grads = [] if self._called is None else [each.grad for each in self._called.parameters()]
+        found = blake2b(b"".join(fingerprint(each).digest for each in grads if each is not None), digest_size=16)
+        self._clipped = self._clipped or found.digest()
+
+    def _before_collective(self, name: str, *_args: Any, **_kwargs: Any) -> None:
+        if name.startswith(_COMBINING) and not in_backward() and self._passes:
+            self._passes[-1].is_combined = True
+
+    # --- Updates
+
+    def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
+        self._num_open_steps += 1
+        if self._num_open_steps > 1 or self._num_late:  # an optimizer may call another
+            return
+        self._note_draws()
+        owned = {id(each): each for group in optimizer.param_groups for each in group["params"]}
+        for parameter in owned:
+            self._order.setdefault(parameter, len(self._order))
+        named = _tensors(self._order, optimizer)
+        self._owned = {name: each for name, each in named.items() if id(each) in owned}
+        self._others = {name: each for name, each in named.items() if id(each) not in owned}
+        for name, each in self._owned.items():
+            self._initial.setdefault(name, fingerprint(each))
+        # Now, as the update may change them.
+        grads = {name: fingerprint(each.grad) for name, each in self._owned.items() if each.grad is not None}
+        self._used = grads, read_rates(optimizer)
+
+    def _after_update(self, optimizer: Optimizer, *_: Any) -> None:
+        self._num_open_steps -= 1
+        if self._num_open_steps:
+            return
+        if not self._num_late:
+            self._record()
+        self._updates[id(optimizer)] += 1
+        self._begin_step()
+        if not self._epochs and self._num_updates >= _NUM_EPOCHS * self._num_steps:
+            self._end_script()
+
+    def _record(self) -> None:
+        trained = [(ids, rows) for found, ids, rows in self._fetched if found.is_training] or [([], self._inputs)]
+        indices = [each for ids, rows in trained for each in ids or rows]
+        samples = [each for ids, rows in trained for each in (rows if len(rows) >= len(ids) else ids)]
+        grads, rates = self._used
+        tensors: ModelFingerprint = {
+            "gradient": grads,
+            "parameter": {name: fingerprint(each) for name, each in self._owned.items()},
+            "buffer": {name: fingerprint(each) for name, each in self._others.items()},
+        }
+        wrappers = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
+        wrapped = {id(parameter) for each in wrappers for parameter in each.parameters()}
+        self._steps.append(
+            ScriptStep(
+                len(self._steps),
+                tuple(map(_to_bytes, samples)),
+                sum(self._losses) / max(1, len(self._losses)),
+                rates,
+                tensors,
+                indices=tuple(map(_to_bytes, indices)),
+                draws=self._draws,
+                random_state=self._first_state,
+                operations=self._operations,
+                before_clipping=self._clipped,
+                outside=tuple(name for name, each in self._owned.items() if wrapped and id(each) not in wrapped),
+                bypassed=self._bypassed and bool(wrapped),
+                attributes=_attributes(self._order),
+            )
+        )
+
+
+def _to_bytes(sample: Any) -> bytes:
+    return sample if isinstance(sample, bytes) else str(sample).encode()
+
+
+def _random_state() -> bytes:
+    """Return a digest of the state of the generators of torch, Python and NumPy."""
+    found = blake2b(torch.get_rng_state().numpy().data, digest_size=16)
+    if torch.accelerator.is_available():
+        state = torch.get_device_module(torch.accelerator.current_accelerator()).get_rng_state()
+        found.update(state.numpy().data)
+    found.update(pickle.dumps((random.getstate(), np.random.get_state())))
+    return found.digest()
+
+
+def _row_digests(batch: Any) -> list[bytes]:
+    """Return a digest of each sample of a batch: of what its tensors have at one place of their first dimension."""
+    tensors = [each.detach() for each in find_tensors(batch) if each.dim() > 0]
+    if not tensors:
+        return []
+    num = len(tensors[0])
+    rows = [each.to("cpu").reshape(num, -1).contiguous() for each in tensors if len(each) == num and each.numel()]
+    views = [each.view(torch.uint8).numpy() for each in rows]
+    return [blake2b(b"".join(view[row].tobytes() for view in views), digest_size=12).digest() for row in range(num)]
+
+
+def _operations(loss: Tensor) -> tuple[str, ...]:
+    """Return the last operations that made a loss, the last one first."""
+    found: list[str] = []
+    node = loss.grad_fn
+    while node is not None and len(found) < 6:
+        found.append(describe_node(node))
+        node = next((each for each, _ in node.next_functions if each is not None), None)
+    return tuple(found)
+
+
+def _roots(order: dict[int, int]) -> dict[str, nn.Module]:
+    """Return the outermost modules, without wrappers, by a prefix for the names of what they have.
+
+    First those that were trained, in the order of the updates; then others whose class no other has, such as averages.
+    """
+    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module) and "_modules" in vars(each)]
+    inner = {id(child) for module in modules for child in module.children()}
+    placed: list[tuple[int, nn.Module]] = []
+    for module in (each for each in modules if id(each) not in inner):
+        places = [order[id(each)] for each in module.parameters() if id(each) in order]
+        placed.append((min(places, default=len(order)), unwrap(module)))
+    trained = sorted((each for each in placed if each[0] < len(order)), key=lambda each: each[0])
+    kinds = Counter(type(module) for place, module in placed if place == len(order))
+    found = {"" if len(trained) == 1 else f"{number}:": module for number, (_, module) in enumerate(trained)}
+    others = [module for place, module in placed if place == len(order) and kinds[type(module)] == 1]
+    return found | {f"{type(module).__name__}:": module for module in others}
+
+
+def _tensors(order: dict[int, int], optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return parameters and buffers of all models by name, and what else the optimizer updates."""
+    found = {
+        prefix + name: each
+        for prefix, module in _roots(order).items()
+        for name, each in (*module.named_parameters(), *module.named_buffers())
+    }
+    known = {id(each) for each in found.values()}
+    for number, group in enumerate(optimizer.param_groups):
+        rest = {f"parameter {place} of group {number}": each for place, each in enumerate(group["params"])}
+        found.update((name, each) for name, each in rest.items() if id(each) not in known)
+    return found
+
+
+def _attributes(order: dict[int, int]) -> dict[str, Any]:
+    """Return the numbers and tensors that modules have as plain attributes, by name."""
+    found: dict[str, Any] = {}
+    for prefix, root in _roots(order).items():
+        for path, module in root.named_modules():
+            for name, value in vars(module).items():
+                if name not in _OWN_ATTRIBUTES and not name.startswith("_") and isinstance(value, Tensor | int | float):
+                    full_name = f"{prefix}{path}{'.' * bool(path)}{name}"
+                    found[full_name] = fingerprint(value).digest if isinstance(value, Tensor) else value
+    return found
