@@ -12,7 +12,7 @@ LAYERS = [
     {"comm"},
     {"telemetry"},
     {"parallel", "data", "launcher"},
-    {"train"},
+    {"train", "prepared"},
     {"study", "adoption", "observe"},
     {"cli", "ray"},
     {"__main__"},
