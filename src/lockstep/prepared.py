@@ -161,9 +161,9 @@ class PreparedLoader:
     def __init__(self, loader: data.DataLoader[Any], world: World, seed: int) -> None:
         self.loader, self.epoch, self._seed = loader, 0, seed
         self._device, self._place = world.device, (world.rank, world.world_size)
-        is_torchs = type(loader.batch_sampler) is data.BatchSampler and type(loader.sampler) in _TORCHS
-        self._seeds_others = not is_torchs
-        found = [getattr(each, "generator", None) for each in (loader, loader.sampler, loader.batch_sampler)]
+        sampler = getattr(loader.batch_sampler, "sampler", None)
+        self._seeds_others = type(loader.batch_sampler) is not data.BatchSampler or type(sampler) not in _TORCHS
+        found = [getattr(each, "generator", None) for each in (loader, sampler, loader.batch_sampler)]
         self._generators = [_draws, *{each for each in found if isinstance(each, torch.Generator)}]
         self._is_new = True
         self._pass: object = None  # the current one
@@ -350,8 +350,7 @@ def _check(given: Any) -> tuple[str, str]:
     if isinstance(given, data.DataLoader):
         sizes = length_hint(given.batch_sampler), length_hint(given.dataset)
         name = f"{name} of {sizes[0]} batches of {given.batch_size}, {sizes[1]} samples"
-        samplers = given.sampler, getattr(given.batch_sampler, "sampler", None)
-        if any(isinstance(each, data.DistributedSampler) for each in samplers):
+        if isinstance(getattr(given.batch_sampler, "sampler", given.sampler), data.DistributedSampler):
             error = (
                 "A DataLoader has a DistributedSampler, but prepare() divides each batch among the ranks.\n"
                 "Leave the sampler out (shuffle=True shuffles), and give the batch size of all ranks together."

@@ -5,7 +5,7 @@ import copy
 import random
 import re
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -307,14 +307,14 @@ def test_the_rest_of_an_epoch_on_another_number_of_ranks(ranks):
 
 def test_a_resumed_epoch_loads_no_sample_again(ranks):
     def run(world):
-        class Counting(Dataset):
-            read: ClassVar[list[int]] = []
+        read = []
 
+        class Counting(Dataset):
             def __len__(self):
                 return 12
 
             def __getitem__(self, index):
-                self.read.append(index)
+                read.append(index)
                 return index
 
         loader = lockstep.prepare(DataLoader(Counting(), batch_size=4))
@@ -322,8 +322,8 @@ def test_a_resumed_epoch_loads_no_sample_again(ranks):
         next(batches), next(batches)
         state = loader.state_dict()
         loader.load_state_dict(state)
-        Counting.read.clear()
-        return [batch.tolist() for batch in loader], Counting.read
+        read.clear()
+        return [batch.tolist() for batch in loader], read
 
     assert ranks(1)(run) == [([[8, 9, 10, 11]], [8, 9, 10, 11])]
 
