@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lockstep.parallel.local_sgd import LocalSGD as LocalSGD
     from lockstep.parallel.sync_batchnorm import SyncBatchNorm as SyncBatchNorm
     from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
+    from lockstep.prepared import prepare as prepare
     from lockstep.study.compare.benchmark import compare as compare
     from lockstep.study.report.run_page import report as report
     from lockstep.study.tune import tune as tune
@@ -54,6 +55,7 @@ _HOMES = {
     "parallel.local_sgd": ["DiLoCo", "LocalSGD"],
     "parallel.sync_batchnorm": ["SyncBatchNorm"],
     "parallel.zero.optimizer": ["ZeroRedundancyOptimizer"],
+    "prepared": ["prepare"],
     "study.compare.benchmark": ["compare"],
     "study.report.run_page": ["report"],
     "study.tune": ["tune"],

@@ -12,6 +12,7 @@ LAYERS = [
     {"comm"},
     {"telemetry"},
     {"parallel", "data", "launcher"},
+    {"prepared"},
     {"train"},
     {"study", "adoption", "observe"},
     {"cli", "ray"},

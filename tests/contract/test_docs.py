@@ -58,6 +58,13 @@ def test_blocks_run(num_ranks, tmp_path, monkeypatch):
     assert {place: printed[place] for place in expected} == expected
 
 
+def test_the_script_of_the_readme_prints_the_same_before_and_after():
+    before, after = (block for block in BLOCKS if block.place == next(iter(BLOCKS)).place)
+    assert "lockstep" not in before.code
+    assert after.prints == "norm of the weights: 2.7498\n"
+    assert run_here([before]) == {after.place: after.prints}
+
+
 def test_a_block_that_fails_is_named():
     (block,) = blocks_of("text\n\n```python\nx = 1\nassert x == 2\n```\n", "docs/page.md")
     with pytest.raises(AssertionError) as error:

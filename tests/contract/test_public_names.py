@@ -32,6 +32,7 @@ PUBLIC_NAMES = {
     "load",
     "monitor",
     "predict",
+    "prepare",
     "report",
     "save",
     "seed",

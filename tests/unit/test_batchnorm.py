@@ -155,7 +155,7 @@ def test_torchs_layer_cannot_be_followed_nor_weighed():
         f"0 is a torch.nn.SyncBatchNorm, which would wait forever for ranks without a batch.\n{advice}"
     )
     with pytest.raises(ConfigurationError) as caught:
-        weights.set_weight(2.0, [], [])
+        weights.open_window([], []).set_weight(2.0)
     assert str(caught.value) == (
         f"0 is a torch.nn.SyncBatchNorm, which mixes the ranks' gradients regardless of weights.\n{advice}"
     )

@@ -29,7 +29,7 @@ def weighed(*weights):
     parameter, used = nn.Parameter(torch.zeros(1)), set()
     each = Weights(Group(), CPU)
     for weight in weights:
-        each.set_weight(weight, [parameter], used)
+        each.open_window([parameter], used).set_weight(weight)
         each.window.begin_backward(used, accumulates=True)
         parameter.grad = torch.ones(1)
         used.add(0)
@@ -131,5 +131,5 @@ def test_a_refusal_is_an_error():
     each = Weights(Group(), CPU)
     each.refusal = "No weights today.\nCome back tomorrow."
     with pytest.raises(ConfigurationError) as caught:
-        each.set_weight(1.0, [], [])
+        each.open_window([], []).set_weight(1.0)
     assert str(caught.value) == "No weights today.\nCome back tomorrow."

@@ -82,7 +82,7 @@ def check_same_data(
 
     Args:
         samples: A data set.
-        field: Its field in the task.
+        field: Its name in errors, such as ``Task.dataset``.
         how: How its samples are loaded: here, too, in a loader process, as some files must not be open at a fork.
         seed: Of the run.
         group: The ranks that train together; None: only this process.
@@ -99,7 +99,7 @@ def check_same_data(
     for rank, other in enumerate(lengths):
         if other != lengths[0]:
             raise ConfigurationError(
-                f"Task.{field} has {lengths[0]} samples on rank 0, but {other} on rank {rank}.\n"
+                f"{field} has {lengths[0]} samples on rank 0, but {other} on rank {rank}.\n"
                 "Every rank must see the same files, and they must not change."
             )
     if length is not None:
@@ -117,7 +117,7 @@ def check_same_samples(mine: str, field: str, step: int, *, group: Group | None,
 
     Args:
         mine: The checksum of those that this rank read; empty if they cannot be compared.
-        field: The field of the task from which the samples come.
+        field: The name of the data in errors, such as ``Task.dataset``.
         step: The step of the batch.
         group: The ranks that train together; None: only this process.
         device: For NCCL a CUDA device.
@@ -133,7 +133,7 @@ def check_same_samples(mine: str, field: str, step: int, *, group: Group | None,
     if others:
         ranks = f"rank{'s' * (len(others) > 1)} {', '.join(others)}"
         raise ConfigurationError(
-            f"Task.{field} gave different samples on {ranks} than on rank {first}, in step {step}.\n"
+            f"{field} gave different samples on {ranks} than on rank {first}, in step {step}.\n"
             "Every process creates the same data and takes its part of it: leave out what depends on the rank or the "
             "process, such as the order of a set or of os.listdir, and shuffle or split with a seed of your own, or "
             "with random, numpy.random or torch, whose seeds are set."

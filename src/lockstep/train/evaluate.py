@@ -118,7 +118,7 @@ class Inference:
         # Not in the loop, because the ranks have different numbers of batches.
         bad.exchange()
         if size is None:
-            check_same_samples(read, "eval_dataset", 0, group=group, device=self.device)
+            check_same_samples(read, "Task.eval_dataset", 0, group=group, device=self.device)
         return bad.skipped
 
     def alone(self) -> Self:

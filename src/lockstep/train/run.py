@@ -186,12 +186,12 @@ class Run:
         task, trainer, seed = self._task, self.trainer, self._settings.seed
         # Each rank computes the order of samples from its own length: with another length the batches would differ.
         check = functools.partial(check_same_data, how=trainer.loading, group=trainer.group, device=trainer.device)
-        check(trainer.samples, "dataset", seed=seed, epochs=having_epochs(trainer.samples))
+        check(trainer.samples, "Task.dataset", seed=seed, epochs=having_epochs(trainer.samples))
         if task.eval_dataset is None:
             return None
         samples = build_dataset(task, evaluation=True)
         evaluator = Evaluator(task, functools.partial(Inference.of, trainer), samples)
-        check(samples, "eval_dataset", seed=seed)
+        check(samples, "Task.eval_dataset", seed=seed)
         if not self._world.is_late:
             evaluator.try_out()
         return evaluator

@@ -672,7 +672,7 @@ class Trainer:
 
     def check_samples(self, checksum: str, step: int) -> None:
         """Compare with the other ranks what they read for ``step``. Collective: every rank of the group."""
-        check_same_samples(checksum, "dataset", step, group=self.group, device=self.device)
+        check_same_samples(checksum, "Task.dataset", step, group=self.group, device=self.device)
 
     def reported(self) -> list[bool]:
         """Return what a rank has reported in the last step: a request to stop, a failure, and requests of callbacks.

@@ -35,7 +35,7 @@ from lockstep.parallel.ddp.bucket_events import Event, Observer
 from lockstep.parallel.ddp.buckets import Bucket, BucketSet
 from lockstep.parallel.ddp.comm_hooks import AllReduceMean, BucketReduction
 from lockstep.parallel.ddp.updates import Updates, call_before_updates
-from lockstep.parallel.ddp.weighting import Weights, check_weight
+from lockstep.parallel.ddp.weighting import AccumulationWindow, Weights, check_weight
 from lockstep.telemetry import ranges
 from lockstep.torch_internals import current_graph_task_id, in_backward_optimizers, queue_callback
 
@@ -222,14 +222,23 @@ class Reducer:
 
     def set_weight(self, weight: float) -> None:
         """Set the weight of the next backward; all gradients of this step are then weighted; see weighting.py."""
+        self._open_window().set_weight(weight)
+
+    def set_share(self, share: float) -> None:
+        """Set the factor of this rank's gradients for each backward without a weight; see [Note: shares]."""
+        if self.weights.window is not None or share != 1:
+            self._open_window().share = share
+
+    def _open_window(self) -> AccumulationWindow:
         was_hooked = bool(self._hooks)
         self._hook_parameters()
         if self.weights.window is None:
             self._used.update(self._drain())
             self._watch(range(len(self._hooks)))
-        self.weights.set_weight(weight, self.bucket_set.parameters, self._used)
+        window = self.weights.open_window(self.bucket_set.parameters, self._used)
         if not was_hooked:  # a single rank
             self.begin_forward(will_sync=False)
+        return window
 
     def discard_weight(self) -> bool:
         """Forget a weight that no backward has used; return whether there was one."""

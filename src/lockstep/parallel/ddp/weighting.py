@@ -138,6 +138,12 @@ class AccumulationWindow:
     ``zero_grad()`` may come before or after ``weight()`` and ``forward``. Several backwards of one micro-batch count
     once, unless the step was closed in between. A forward invalidates a weight that was used.
 
+    [Note: shares]
+    A loader that divides global batches knows how the parts of all ranks are weighted: the share of a rank is its
+    number of samples, divided by the mean number of all ranks. The gradient of a step is then the mean over the ranks
+    of share * g, summed over the micro-batches as without weights. The shares of a batch have the mean 1, so the ranks
+    exchange nothing, and equal parts need no window. A backward without a weight has the share of the batch.
+
     Args:
         parameters: All parameters of the model.
         has_unweighed: Whether gradients of micro-batches without a weight have been accumulated.
@@ -145,8 +151,9 @@ class AccumulationWindow:
 
     Attributes:
         is_weighed, has_unweighed: Whether the window holds micro-batches with and without a weight.
-        total: The sum of the weights.
+        total: The sum of the weights; 1 with shares.
         unit: The weight that ``param.grad`` is divided by; 0 if there are no gradients.
+        share: Of this rank in the current batch; 0: its samples are those of another rank.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], *, has_unweighed: bool, shares_batch: bool) -> None:
@@ -154,8 +161,10 @@ class AccumulationWindow:
         self._shares_batch = shares_batch
         self._given = _Given.NOTHING
         self._weight = 0.0
+        self.share = 1.0
         self.close()
         self.has_unweighed = has_unweighed
+        self.unit = self.total = float(has_unweighed)
 
     def close(self) -> None:
         """Begin a new window: the gradients have been reduced, or are invalid."""
@@ -174,7 +183,7 @@ class AccumulationWindow:
 
     def set_weight(self, weight: float) -> None:
         """Store the weight of the micro-batch of the next backward."""
-        self._weight, self._given = weight, _Given.FRESH
+        self._weight, self._given = weight if self.share else 0.0, _Given.FRESH
 
     def discard_weight(self) -> bool:
         """Forget a weight that was not used; return whether there was one."""
@@ -191,7 +200,7 @@ class AccumulationWindow:
     @property
     def unit_of_backward(self) -> float:
         """The factor of the current backward's gradients; 1 if it has no weight."""
-        return 1.0 if self._given is _Given.NOTHING else self._weight or self.unit
+        return (self.share or self.unit or 1.0) if self._given is _Given.NOTHING else self._weight or self.unit
 
     def masked(self, gradient: Tensor) -> Tensor | None:
         """Return the replacement for the gradient of an output; None: keep the gradient.
@@ -200,7 +209,8 @@ class AccumulationWindow:
         contribute to the other ranks' losses. So its gradients are not dropped. Only the gradient of its own loss is
         replaced by zeros, where it enters the model.
         """
-        is_masked = self._shares_batch and self._given is _Given.COUNTED and self._weight == 0
+        weight = {_Given.NOTHING: self.share, _Given.COUNTED: self._weight}.get(self._given, 1.0)
+        is_masked = self._shares_batch and weight == 0
         return torch.zeros_like(gradient) if is_masked else None
 
     def holds_gradients(self, used: Set[int]) -> bool:
@@ -223,23 +233,29 @@ class AccumulationWindow:
             self._zero_stashed(arrived)
             self.close()
             used.intersection_update((arrived,))
-        if self._given is _Given.NOTHING:
-            self.has_unweighed = True
-        if self._given is _Given.NOTHING or (self._given is _Given.COUNTED and self.is_weighed):
+        has_share, is_first = self._given is _Given.NOTHING, not self.is_weighed and not self.has_unweighed
+        weight = self.share if has_share else self._weight
+        if has_share:
+            self.has_unweighed, self.total = True, 1.0
+            if weight == (self.unit or 1.0) and not self._stashed:  # nothing to convert
+                self.unit = weight
+                return
+        elif self._given is _Given.COUNTED and self.is_weighed:
             return
-        weight = self._weight
         # Masked gradients are zeros, so they may be added to the old ones. Others of weight zero may be NaN.
         is_masked = weight == 0 and self._shares_batch
-        if arrived is not None and (is_masked or (self.is_weighed and (self._stashed or weight != self.unit))):
+        counts_before = self.is_weighed or self.unit > 0
+        if arrived is not None and (is_masked or (counts_before and (self._stashed or weight != self.unit))):
             raise ConfigurationError(
                 "A gradient arrived before any output of the model was reached, too late for its weight to count.\n"
                 "Return all outputs as tensors, or in lists, dicts or dataclasses, and give weight() before backward."
             )
         self._unstash(range(len(self._parameters)))
-        if accumulates and not self.is_weighed and not self.has_unweighed:
+        if (accumulates or has_share) and is_first:  # a rank with the share 0 has its part of the old gradients
             self._save_previous(arrived)
         if weight == 0 and not is_masked:
             self._stash(arrived)
+            self.unit = self.unit or float(has_share)
         else:
             # Old gradients are converted to the new unit, so that autograd can add to them.
             unit = weight or self.unit or 1.0
@@ -247,8 +263,9 @@ class AccumulationWindow:
                 for gradient in self._accumulated(used):
                     gradient.mul_(self.unit / unit)
             self.unit = unit
-        self.total += weight
-        self.is_weighed, self._given = True, _Given.COUNTED
+        if not has_share:
+            self.total += weight
+            self.is_weighed, self._given = True, _Given.COUNTED
 
     def on_local_gradient(self, index: int, used: set[int]) -> None:
         """Record a gradient that stays on this rank for now."""
@@ -389,8 +406,8 @@ class Weights:
         self._unread: deque[HostCopy] = deque()  # on a device: the sums of messages, being copied to the host
         self._num_plain = 0  # the sums that were read since the last with weights or missing gradients; equal on all
 
-    def set_weight(self, weight: float, parameters: Sequence[torch.nn.Parameter], used: Set[int]) -> None:
-        """Store the weight of the next backward; see `AccumulationWindow` for the other arguments.
+    def open_window(self, parameters: Sequence[torch.nn.Parameter], used: Set[int]) -> AccumulationWindow:
+        """Return the window, which is made with the first weight; see `AccumulationWindow` for the arguments.
 
         Raises:
             ConfigurationError: Weights are not possible here.
@@ -401,7 +418,7 @@ class Weights:
             local = [parameters[index].grad for index in used]
             has_unweighed = not all_zero(gradient for gradient in local if gradient is not None)
             self.window = AccumulationWindow(parameters, has_unweighed=has_unweighed, shares_batch=self.shares_batch)
-        self.window.set_weight(weight)
+        return self.window
 
     def message(self) -> tuple[float, ...]:
         """Return the message that this rank sends at the end of a step."""
@@ -412,7 +429,8 @@ class Weights:
         if window is None:
             return self.encode(is_missing=True, **state)
         is_missing = window.has_unweighed or not window.is_weighed
-        return self.encode(window.total / self._typical, is_weighed=window.is_weighed, is_missing=is_missing, **state)
+        weight = window.total / self._typical if window.is_weighed else 0.0
+        return self.encode(weight, is_weighed=window.is_weighed, is_missing=is_missing, **state)
 
     def scale(
         self, indices: Sequence[int], used: Set[int], divisor: float | None, *, carries: bool = True
@@ -426,11 +444,12 @@ class Weights:
             carries: Whether this bucket's tail may be read.
         """
         window = self.window
-        if window is None or not window.is_weighed:
+        if window is None or not (window.is_weighed or window.unit):
             factor = 1.0 if divisor is None else 1.0 / divisor
             return GradientScale(factor, factor, self.message() if carries else None)
         window.end(indices, used)
         scale = self._typical * (1 if divisor is None else self._world_size)
+        scale = scale if window.is_weighed else divisor or 1.0
         return GradientScale(window.unit / scale, window.total / scale, self.message() if carries else None)
 
     # --- the sum over the ranks -------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ from lockstep.comm.world import World
 from lockstep.data.sampler import DistributedSampler
 from lockstep.data.stream import Stateful
 from lockstep.errors import CheckpointError, CollectiveError, ConfigurationError, LockstepError
+from lockstep.prepared import PreparedLoader
 from lockstep.telemetry.rank_state import format_bytes
 from lockstep.telemetry.record import num_restarts
 from lockstep.train.checkpoints import checkpoint_storage as storage
@@ -629,7 +630,7 @@ def _stateful(value: Any) -> Any:
 
 def _has_own_position(value: Stateful) -> bool:
     """Return whether the state of ``value`` is that of this rank only, as that of most loaders."""
-    return isinstance(value, Iterable) and not isinstance(value, DistributedSampler | nn.Module)
+    return isinstance(value, Iterable) and not isinstance(value, DistributedSampler | PreparedLoader | nn.Module)
 
 
 def save(

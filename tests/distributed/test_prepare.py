@@ -1,0 +1,374 @@
+"""`prepare`: a script for one device computes the same run on any number of ranks."""
+
+import contextlib
+import copy
+import random
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+    random_split,
+)
+
+import lockstep
+from lockstep.errors import ConfigurationError
+
+
+class Noisy(Dataset):
+    """Adds noise to each sample, from all generators of the CPU."""
+
+    def __init__(self, inputs):
+        self.inputs = inputs
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, index):
+        x = self.inputs[index] + torch.randn(6, dtype=torch.float64) + random.random() + np.random.rand()
+        return x, x.sum(dim=0, keepdim=True)
+
+
+class Stream(IterableDataset):
+    """With several loader processes, each has its own part, as torch's documentation recommends."""
+
+    def __init__(self, inputs):
+        self.inputs = inputs
+
+    def __iter__(self):
+        info = get_worker_info()
+        for x in self.inputs[info.id :: info.num_workers] if info else self.inputs:
+            yield x, x.sum(dim=0, keepdim=True)
+
+
+class Buckets:
+    """A custom batch sampler, with batches of several sizes."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        order = torch.randperm(self.size).tolist()
+        yield from (order[:5], order[5:6], order[6:13], order[13:15])
+
+
+@dataclass
+class Script:
+    """A training script: without a world as it is for one device, else with `prepare`."""
+
+    num_samples: int = 23
+    batch_size: int = 5
+    shuffle: bool = True
+    epochs: int = 3
+    accumulate: int = 1
+    no_sync: bool = False
+    data: Any = None
+    loader: dict[str, Any] = field(default_factory=dict)
+    tokens: bool = False
+
+    def __call__(self, world=None):
+        torch.manual_seed(11)
+        random.seed(11)
+        np.random.seed(11)
+        inputs = torch.randn(self.num_samples, 6, dtype=torch.float64)
+        dataset = self.data(inputs) if self.data else TensorDataset(inputs, inputs.sum(dim=1, keepdim=True))
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.5)
+        settings = {"batch_size": self.batch_size, "shuffle": self.shuffle} | self.loader
+        loader = DataLoader(dataset, **settings)
+        if world is not None:
+            model, optimizer, scheduler, loader = lockstep.prepare(model, optimizer, scheduler, loader)
+        step = 0
+        for _ in range(self.epochs):
+            for x, y in loader:
+                step += 1
+                is_last = step % self.accumulate == 0
+                with model.no_sync() if world and self.no_sync and not is_last else contextlib.nullcontext():
+                    loss = F.mse_loss(model(x), y) / self.accumulate
+                    if self.tokens and world:
+                        lockstep.backward(loss, mean_over=len(x))
+                    else:
+                        loss.backward()
+                if is_last:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    scheduler.step()
+        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def weighted(size):
+    return WeightedRandomSampler(torch.linspace(1, 2, size), size)
+
+
+SCRIPTS = {
+    "uneven": Script(),
+    "last batch smaller than the ranks": Script(num_samples=21),
+    "batches of one": Script(num_samples=4, batch_size=1),
+    "drop_last": Script(loader={"drop_last": True}),
+    "in order": Script(shuffle=False),
+    "a generator of its own": Script(loader={"generator": torch.Generator().manual_seed(3)}),
+    "weighted sampler": Script(shuffle=None, loader={"sampler": weighted(23)}),
+    "custom batch sampler": Script(loader={"batch_sampler": Buckets(23), "batch_size": 1, "shuffle": None}),
+    "two workers": Script(loader={"num_workers": 2}),
+    "persistent workers": Script(loader={"num_workers": 2, "persistent_workers": True}),
+    "accumulation": Script(num_samples=21, accumulate=2),
+    "accumulation of four without no_sync": Script(num_samples=21, accumulate=4, epochs=4),
+    "accumulation in no_sync": Script(num_samples=21, accumulate=2, no_sync=True, epochs=4),
+    "accumulation of four in no_sync": Script(num_samples=21, accumulate=4, no_sync=True, epochs=4),
+    "own weights": Script(num_samples=21, tokens=True),
+    "stream": Script(shuffle=None, data=Stream),
+    "stream, drop_last": Script(shuffle=None, data=Stream, loader={"drop_last": True}),
+    "stream, two workers": Script(shuffle=None, data=Stream, loader={"num_workers": 2}),
+    "subset": Script(data=lambda inputs: random_split(TensorDataset(inputs, inputs[:, :1]), [19, 4])[0]),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_weights_are_those_of_the_script_without_it(ranks, name):
+    script = SCRIPTS[name]
+    expected = copy.deepcopy(script)()
+    for num_ranks in (1, 2, 3):
+        for weights in ranks(num_ranks)(script):
+            assert (weights - expected).abs().max() < 1e-12, num_ranks
+
+
+def test_each_sample_has_its_random_numbers(ranks):
+    found = [
+        weights
+        for num_workers in (0, 2)
+        for num_ranks in (1, 2, 3)
+        for weights in ranks(num_ranks)(Script(data=Noisy, loader={"num_workers": num_workers}))
+    ]
+    for weights in found:
+        assert (weights - found[0]).abs().max() < 1e-12
+
+
+def test_dropout_changes_no_order_and_differs_between_ranks(ranks):
+    def run(world):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(1, 50), nn.Dropout(0.5), nn.Linear(50, 1))
+        model, loader = lockstep.prepare(model, DataLoader(TensorDataset(torch.arange(22.0)), 6, shuffle=True))
+        seen = []
+        for _ in range(3):
+            for (x,) in loader:
+                model(x[:, None]).sum().backward()
+                seen.append(x.tolist())
+        return seen, torch.rand(4).tolist()
+
+    torch.manual_seed(3)
+    _ = nn.Sequential(nn.Linear(1, 50), nn.Linear(50, 1))
+    plain = DataLoader(TensorDataset(torch.arange(22.0)), 6, shuffle=True)
+    expected = [batch.tolist() for _ in range(3) for (batch,) in plain]
+    for num_ranks in (1, 2, 3):
+        outcomes = ranks(num_ranks)(run)
+        parts = zip(*(seen for seen, _ in outcomes), strict=True)
+        assert [[each for part in step for each in part] for step in parts] == expected
+        assert len({str(numbers) for _, numbers in outcomes}) == num_ranks
+
+
+class Generative:
+    """Two models, two optimizers, three backwards a batch; the discriminator's gradients of two backwards add up."""
+
+    def __call__(self, world=None):
+        torch.manual_seed(5)
+        make, judge = nn.Linear(3, 4).double(), nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)).double()
+        makes, judges = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (make, judge))
+        dataset = TensorDataset(torch.randn(13, 4).double(), torch.randn(13, 3).double())
+        loader = DataLoader(dataset, batch_size=5, shuffle=True)
+        if world:
+            loader, judge, judges, make, makes = lockstep.prepare(loader, judge, judges, make, makes)
+        for _ in range(3):
+            for real, noise in loader:
+                judges.zero_grad()
+                F.softplus(-judge(real)).mean().backward()
+                F.softplus(judge(make(noise).detach())).mean().backward()
+                penalised = real.clone().requires_grad_()
+                (slope,) = torch.autograd.grad(judge(penalised).sum(), penalised, create_graph=True)
+                (slope.norm(dim=1) - 1).square().mean().backward()
+                judges.step()
+                makes.zero_grad()
+                F.softplus(-judge(make(noise))).mean().backward()
+                makes.step()
+        return torch.cat([each.detach().flatten() for model in (make, judge) for each in model.parameters()])
+
+
+def test_several_models_and_backwards(ranks):
+    expected = Generative()()
+    for num_ranks in (2, 3):
+        for weights in ranks(num_ranks)(Generative()):
+            assert (weights - expected).abs().max() < 1e-12
+
+
+def test_batch_statistics_of_all_ranks(ranks):
+    def run(world=None):
+        torch.manual_seed(2)
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+        inputs = torch.randn(19, 3).double()
+        loader = DataLoader(TensorDataset(inputs), batch_size=5, shuffle=True)
+        if world:
+            model, loader = lockstep.prepare(lockstep.SyncBatchNorm.convert_sync_batchnorm(model), loader)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            for (x,) in loader:
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+        return torch.cat([each.detach().flatten() for each in (*model.parameters(), *model.buffers())])
+
+    expected = run()
+    for num_ranks in (2, 3):
+        for weights in ranks(num_ranks)(run):
+            assert (weights - expected).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_an_evaluation_has_each_sample_once(ranks, gradients):
+    def run(world):
+        model = nn.Linear(1, 1)
+        model, train, held = lockstep.prepare(
+            model, DataLoader(TensorDataset(torch.ones(4, 1)), 4), DataLoader(TensorDataset(torch.arange(7.0)), 3)
+        )
+        for (x,) in train:
+            model(x).sum().backward()
+        model.train(not gradients)
+        with contextlib.nullcontext() if gradients else torch.no_grad():
+            return [each for (x,) in held for each in x.tolist()]
+
+    for num_ranks in (1, 2, 3):
+        found = ranks(num_ranks)(run)
+        assert sorted(each for part in found for each in part) == list(range(7))
+
+
+def test_a_look_on_one_rank_changes_nothing(ranks):
+    def run(world, looks):
+        torch.manual_seed(1)
+        loader = lockstep.prepare(DataLoader(TensorDataset(torch.arange(20.0)), 4, shuffle=True))
+        seen = []
+        for _ in range(2):
+            if looks and world.rank == 0:
+                next(iter(loader))
+                for _ in loader:
+                    break
+            seen += [x.tolist() for (x,) in loader]
+        assert loader.epoch == 2
+        return seen
+
+    assert ranks(2)(run, True) == ranks(2)(run, False)
+
+
+def test_the_rest_of_an_epoch_on_another_number_of_ranks(ranks):
+    def run(world, state, stops, workers, stream):
+        torch.manual_seed(4 if state is None else 5)
+        inputs = torch.arange(48.0)
+        dataset = Stream(inputs[:, None]) if stream else TensorDataset(inputs)
+        loader = DataLoader(dataset, 5, shuffle=None if stream else True, num_workers=workers)
+        other = DataLoader(TensorDataset(inputs), 30, shuffle=True)
+        loader, other = lockstep.prepare(loader, other)
+        if state is not None:
+            loader.load_state_dict(state[0])
+            other.load_state_dict(state[1])
+        seen = []
+        while loader.epoch < 3:
+            for x, *_ in loader:
+                seen.append(x.flatten().tolist())
+                if stops and loader.epoch == 1 and len(seen) == 14:
+                    return seen, [loader.state_dict(), other.state_dict()]
+            seen += [x.tolist() for (x,) in other]
+        return seen, None
+
+    def joined(outcomes):
+        parts = zip(*(seen for seen, _ in outcomes), strict=True)
+        return [[each for part in step for each in part] for step in parts]
+
+    for stream in (False, True):
+        whole = joined(ranks(2)(run, None, False, 0, stream))
+        for before, after, workers in [(2, 3, 0), (3, 1, 2)]:
+            started = ranks(before)(run, None, True, 0, stream)
+            state = started[0][1]
+            assert (state[0]["epoch"], state[0]["batch"]) == (1, 2)
+            resumed = ranks(after)(run, state, False, 0 if stream else workers, stream)
+            assert joined(started) + joined(resumed) == whole
+
+
+def test_a_resumed_epoch_loads_no_sample_again(ranks):
+    def run(world):
+        read = []
+
+        class Counting(Dataset):
+            def __len__(self):
+                return 12
+
+            def __getitem__(self, index):
+                read.append(index)
+                return index
+
+        loader = lockstep.prepare(DataLoader(Counting(), batch_size=4))
+        batches = iter(loader)
+        next(batches), next(batches)
+        state = loader.state_dict()
+        loader.load_state_dict(state)
+        read.clear()
+        return [batch.tolist() for batch in loader], read
+
+    assert ranks(1)(run) == [([[8, 9, 10, 11]], [8, 9, 10, 11])]
+
+
+def raised(ranks, num_ranks, run):
+    outcomes = ranks(num_ranks).each(run)
+    assert all(type(outcome.error) is ConfigurationError for outcome in outcomes)
+    (text,) = {re.sub("\nRaised by.*", "", str(outcome.error)) for outcome in outcomes}
+    return text
+
+
+def test_data_that_differ_between_ranks(ranks):
+    def lengths(world):
+        lockstep.prepare(DataLoader(TensorDataset(torch.arange(4 + world.rank)), batch_size=2))
+
+    assert raised(ranks, 2, lengths) == (
+        "prepare() was called with (DataLoader of 3 batches of 2, 5 samples) on rank 1, "
+        "but with (DataLoader of 2 batches of 2, 4 samples) on rank 0.\n"
+        "Create the same objects on every rank: prepare() divides the data."
+    )
+
+    def samples(world):
+        torch.manual_seed(world.rank)
+        lockstep.prepare(DataLoader(TensorDataset(torch.rand(9)), batch_size=2))
+
+    text = raised(ranks, 3, samples)
+    assert text.startswith("The data set of a DataLoader gave different samples on ranks 1, 2 than on rank 0, in step")
+
+
+def test_an_error_of_one_rank_is_raised_on_all(ranks):
+    def run(world):
+        lockstep.prepare(nn.Linear(1, 1) if world.rank else 3)
+
+    assert raised(ranks, 2, run) == (
+        "prepare() cannot prepare a int.\n"
+        "It accepts models (torch.nn.Module), optimizers, learning-rate schedulers and DataLoaders."
+    )
+
+
+def test_an_optimizer_of_what_was_not_prepared(ranks):
+    def run(world):
+        model, other = nn.Linear(2, 2), nn.Linear(3, 3)
+        lockstep.prepare(model, torch.optim.SGD([{"params": model.parameters()}, {"params": other.parameters()}]))
+
+    assert raised(ranks, 2, run) == (
+        "SGD updates a parameter of shape [3, 3], in group 1, that is in no prepared model: its gradients would not be "
+        "averaged over the ranks.\nPass each trained model to prepare(), together with its optimizer or before."
+    )
