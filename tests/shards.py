@@ -1,10 +1,15 @@
 """Shards for tests: the same numbered samples in each format, and an object store that counts what is read from it."""
 
 import io
+import json
 import os
+import sys
 import tarfile
+import types
+import warnings
 
 import fsspec
+import numpy as np
 from fsspec.implementations.local import LocalFileSystem
 
 SIZES = [7, 12, 0, 9, 13]
@@ -58,9 +63,6 @@ def counting_store(folder, log):
                 file.write(f"{name} {start} {end} {os.environ.get('RANK', 0)}\n")
             return super().cat_file(path, start, end, **how)
 
-        def ls(self, path, detail=False, **how):
-            return super().ls(path, detail=detail, **how)
-
     fsspec.register_implementation("counted", CountingFileSystem, clobber=True)
     return f"counted://{folder}"
 
@@ -69,3 +71,55 @@ def ranges_read(log):
     """Return what was read: names, begins, ends and ranks."""
     lines = [line.split() for line in log.read_text().splitlines()] if log.exists() else []
     return [(name, int(start), int(end), int(rank)) for name, start, end, rank in lines]
+
+
+def write_mds(folder, sizes=SIZES, **changes):
+    """Write an MDS folder of numbered samples as MDSWriter does, apart from the header that a shard has for people."""
+    folder.mkdir()
+    columns = {"column_encodings": ["int", "bytes"], "column_names": ["number", "x"], "column_sizes": [8, None]}
+    shards, start = [], 0
+    for place, size in enumerate(size for size in sizes if size):
+        samples = []
+        for number in range(start, start + size):
+            content = bytes([number]) * (900 + number)
+            samples.append(np.uint32(len(content)).tobytes() + np.int64(number).tobytes() + content)
+        begin = 4 * (size + 2)
+        bounds = np.cumsum([begin, *map(len, samples)], dtype=np.uint32)
+        data = b"".join([np.uint32(size).tobytes(), bounds.tobytes(), *samples])
+        (folder / f"shard.{place:05d}.mds").write_bytes(data)
+        raw = {"basename": f"shard.{place:05d}.mds", "bytes": len(data), "hashes": {}}
+        shard = {"format": "mds", "version": 2, "compression": None, "hashes": [], "size_limit": None, "samples": size}
+        shards.append({**shard, **columns, "raw_data": raw, "zip_data": None, **changes})
+        start += size
+    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": shards}))
+    return folder
+
+
+class MDSReader:
+    """What stands in for MosaicML's class where it is not installed."""
+
+    @classmethod
+    def from_json(cls, dirname, split, shard):
+        made = cls()
+        made.encodings = shard["column_encodings"]
+        return made
+
+    def validate(self, allow_unsafe_types):
+        if "pkl" in self.encodings:
+            raise ValueError("Column x contains an unsafe type: pkl.")
+
+    def decode_sample(self, data):
+        (size,) = np.frombuffer(data[:4], np.uint32)
+        assert len(data) == 12 + size
+        return {"number": int(np.frombuffer(data[4:12], np.int64)[0]), "x": data[12:]}
+
+
+def standing_in_for_streaming(patch):
+    """Make `MDSReader` importable where MosaicML's package is not installed, or cannot be imported."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            import streaming.base.format.mds  # noqa: F401
+    except ImportError:
+        for name in ("streaming", "streaming.base", "streaming.base.format", "streaming.base.format.mds"):
+            patch.setitem(sys.modules, name, types.ModuleType(name))
+        sys.modules["streaming.base.format.mds"].MDSReader = MDSReader

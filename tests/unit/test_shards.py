@@ -3,6 +3,8 @@
 import itertools
 import os
 import pickle
+import sys
+import threading
 import time
 
 import numpy as np
@@ -16,7 +18,17 @@ from lockstep.data.loader import LoadOptions, load, train_requests
 from lockstep.data.order import BatchSplit, ShardOrder
 from lockstep.errors import ConfigurationError, DataError
 from lockstep.train.plan import check_split
-from tests.shards import SIZES, counting_store, number_of, ranges_read, write_parquet, write_shards, write_tar
+from tests.shards import (
+    SIZES,
+    counting_store,
+    number_of,
+    ranges_read,
+    standing_in_for_streaming,
+    write_mds,
+    write_parquet,
+    write_shards,
+    write_tar,
+)
 
 NUM_SAMPLES = sum(SIZES)
 
@@ -176,6 +188,42 @@ def test_the_index_is_made_once(tmp_path, monkeypatch):
     assert len(list((tmp_path / "cache").glob("*"))) == 3  # two indices, and the pieces
 
 
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_a_folder_of_mds_is_read(tmp_path, monkeypatch, is_remote):
+    standing_in_for_streaming(monkeypatch)
+    url = write_mds(tmp_path / "data")
+    url = counting_store(url, tmp_path / "log") if is_remote else url
+    data = lockstep.ShardedDataset(url, cache_dir=tmp_path / "cache")
+    assert [number_of(data[index]) for index in range(NUM_SAMPLES)] == list(range(NUM_SAMPLES))
+    assert data[3] == {"number": 3, "x": bytes([3]) * 903}
+    assert number_of(pickle.loads(pickle.dumps(data))[30]) == 30
+
+
+def test_mds_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
+    cache = tmp_path / "cache"
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "streaming", None)
+        for name in ("streaming.base", "streaming.base.format", "streaming.base.format.mds"):
+            patch.delitem(sys.modules, name, raising=False)
+        with pytest.raises(ConfigurationError) as error:
+            lockstep.ShardedDataset(write_mds(tmp_path / "0"), cache_dir=cache)
+    assert str(error.value) == (
+        "The shards cannot be read without mosaicml-streaming: No module named 'streaming.base'; "
+        "'streaming' is not a package.\n"
+        "Install it on all machines: pip install mosaicml-streaming."
+    )
+    standing_in_for_streaming(monkeypatch)
+    with pytest.raises(ConfigurationError) as error:
+        lockstep.ShardedDataset(write_mds(tmp_path / "1", compression="zstd"), cache_dir=cache)
+    assert str(error.value) == (
+        f"{tmp_path}/1/index.json lists shards that are compressed, of different columns, or not MDS.\n"
+        "Write them with MDSWriter without compression."
+    )
+    with pytest.raises(ConfigurationError) as error:
+        lockstep.ShardedDataset(write_mds(tmp_path / "2", column_encodings=["int", "pkl"]), cache_dir=cache)
+    assert str(error.value).startswith(f"{tmp_path}/2/index.json: Column x contains an unsafe type: pkl.")
+
+
 # --- what cannot be read
 
 
@@ -184,7 +232,7 @@ def test_what_is_given_must_be_shards(tmp_path):
     write_tar(tmp_path / "0.tar", [])
     write_tar(tmp_path / "1.tar", [1])
     cache = tmp_path / "cache"
-    kinds = "Give .parquet files or uncompressed .tar files, all of the same kind."
+    kinds = "Give .parquet files, uncompressed .tar files, or folders of MDS; all of the same kind."
     one_store = "The shards are in no or several object stores.\nGive the shards of one store."
     missing = f"No file matches {tmp_path}/*.parquet.\nCheck the name, and that this machine sees the folder."
     twice = f"{tmp_path}/1.tar is given twice, so its samples would count twice.\nGive each file once."
@@ -293,3 +341,125 @@ def test_each_byte_of_an_object_store_is_read_once_by_one_rank(tmp_path, monkeyp
         size = os.path.getsize(tmp_path / f"data/{number}.tar")
         assert ranges[-1][1] > size - 11_000 if ranges else number == 2, "all but the end of the file"
     assert {rank for *_, rank in read} == set(range(num_ranks))
+
+
+def test_a_local_tar_file_is_read_a_sample_at_a_time(tmp_path, monkeypatch):
+    pattern = write_shards(tmp_path / "data", "tar")
+    data = lockstep.ShardedDataset(pattern, cache_dir=tmp_path / "cache", window=5)
+    data.make_order(8, 0, drop_last=False)
+    sizes, read = [], os.pread
+    monkeypatch.setattr(os, "pread", lambda *args: sizes.append(args[1]) or read(*args))
+    for index in range(NUM_SAMPLES):
+        assert number_of(data[index]) == index
+    assert sizes == [512 * (3 + (700 + 40 * number + 511) // 512) for number in range(NUM_SAMPLES)]
+    assert list((tmp_path / "cache/pieces").iterdir()) == []
+
+
+def test_a_row_group_is_decoded_once_for_all_processes(tmp_path, monkeypatch):
+    pattern = write_shards(tmp_path / "data", "parquet")
+    fetched = tmp_path / "fetched"
+    fetch = shards._Parquet.fetch
+
+    def counted(self, place, target):
+        with fetched.open("a") as file:
+            file.write(f"{place.name}\n")
+        fetch(self, place, target)
+
+    monkeypatch.setattr(shards._Parquet, "fetch", counted)
+    data = lockstep.ShardedDataset(pattern, decode=number_of, window=5, cache_dir=tmp_path / "cache")
+    assert loaded(data, data.make_order(8, 0, drop_last=False), workers=2) == steps(order(num_lanes=8))
+    names = fetched.read_text().split()
+    assert len(names) == len({*names}) == 2 + 3 + 3 + 4
+
+
+def test_what_follows_is_fetched_ahead(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "_PIECE_BYTES", 1000)  # less than a sample
+    write_shards(tmp_path / "data", "tar", [60])
+    url = f"{counting_store(tmp_path / 'data', tmp_path / 'log')}/*.tar"
+    data = lockstep.ShardedDataset(url, window=5, lanes=2, cache_dir=tmp_path / "cache")
+    made = data.make_order(6, 0, drop_last=False)
+    assert number_of(data[int(made.batch(0)[0])]) < 5
+    _join_threads()
+    assert sorted(start for _, start, _, _ in ranges_read(tmp_path / "log")) == data._index.bounds[:10].tolist()
+    assert number_of(data[32]) == 32  # of the first window of the other lane
+    _join_threads()
+    assert len(ranges_read(tmp_path / "log")) == 20
+
+
+def _join_threads():
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread():
+            thread.join(20)
+
+
+def test_the_cache_keeps_what_was_used_last_within_its_size(tmp_path):
+    cache = shards._PieceCache(tmp_path, 2500)
+    fetched = []
+
+    def use(name):
+        def fetch(path):
+            fetched.append(name)
+            path.write_bytes(name.encode() * 1000)
+
+        return cache.read(name, fetch, lambda path: path.read_bytes()[:1].decode())
+
+    assert [use(name) for name in "ababcacb"] == [*"ababcacb"]
+    assert fetched == ["a", "b", "c", "a", "b"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "c"]
+
+
+def test_a_piece_that_cannot_be_fetched_leaves_nothing(tmp_path):
+    cache = shards._PieceCache(tmp_path, 2500)
+
+    def fail(path):
+        path.write_bytes(b"half")
+        raise OSError("no route")
+
+    with pytest.raises(OSError) as error:
+        cache.read("a", fail, str)
+    assert str(error.value) == "no route"
+    assert list(tmp_path.iterdir()) == []
+    # A process that was killed leaves its part.
+    (tmp_path / "a.part").write_bytes(b"half of it")
+    assert cache.read("a", lambda path: path.write_bytes(b"1"), lambda path: path.read_bytes()) == b"1"
+
+
+def test_a_piece_is_fetched_once_by_threads_that_need_it_at_once(tmp_path):
+    cache, fetched, found = shards._PieceCache(tmp_path, 2500), [], []
+
+    def fetch(path):
+        fetched.append(path)
+        time.sleep(0.2)
+        path.write_bytes(b"1")
+
+    def use():
+        found.append(cache.read("a", fetch, lambda path: path.read_bytes()))
+
+    threads = [threading.Thread(target=use) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.05)
+    cache.fetch("a", fetch, waits=False)
+    for thread in threads:
+        thread.join()
+    assert (found, len(fetched)) == ([b"1"] * 5, 1)
+
+
+def test_a_cache_that_is_too_small_for_the_windows_is_refused(tmp_path):
+    write_shards(tmp_path / "data", "tar")
+    url = f"{counting_store(tmp_path / 'data', tmp_path / 'log')}/*.tar"
+    data = lockstep.ShardedDataset(url, window=5, lanes=6, cache_dir=tmp_path / "cache", cache_bytes=50_000)
+    with pytest.raises(ConfigurationError) as error:
+        data.make_order(8, 0, drop_last=False)
+    needed = sum(512 * (3 + (700 + 40 * number + 511) // 512) for number in range(NUM_SAMPLES)) * 5 * 6 // NUM_SAMPLES
+    assert str(error.value) == (
+        f"cache_bytes=50000 is too small: 6 windows of 5 samples have about {needed} bytes.\n"
+        "Increase cache_bytes, or decrease window or lanes."
+    )
+    data = lockstep.ShardedDataset(url, window=1, lanes=6, cache_dir=tmp_path / "cache", cache_bytes=50_000)
+    data.make_order(8, 0, drop_last=False)
+    write_shards(tmp_path / "rows", "parquet")
+    with pytest.raises(ConfigurationError) as error:
+        path = f"{tmp_path}/rows/*.parquet"
+        lockstep.ShardedDataset(path, window=1, cache_dir=tmp_path, cache_bytes=9).make_order(8, 0, drop_last=False)
+    assert str(error.value).startswith("cache_bytes=9 is too small: 8 windows of 1 samples have about ")

@@ -1,4 +1,4 @@
-"""Data sets in shards (Parquet, tar), local or in an object store, of which each rank reads its own parts.
+"""Data sets in shards (Parquet, tar, MDS), local or in an object store, of which each rank reads its own parts.
 
 [Note: pieces]
 Each shard is divided into pieces: the row groups of a Parquet file, and about `_PIECE_BYTES` of another. Local files
@@ -129,11 +129,12 @@ class _ByteFormat:
         begin, end = int(place.bounds[place.piece.start]), int(place.bounds[place.piece.stop])
         target.write_bytes(_whole(place.store.cat_file(place.path, start=begin, end=end), begin, end))
 
-    def read(self, place: _Place, path: Path, first: int) -> dict[str, Any]:
-        """Return a sample from a local file, which begins with sample ``first`` of the shard."""
+    def read(self, place: _Place, path: Path) -> dict[str, Any]:
+        """Return a sample from a local file: the shard itself, or a piece of it."""
         begin, end = place.bounds[place.offset : place.offset + 2].tolist()
+        base = 0 if str(path) == place.path else int(place.bounds[place.piece.start])
         with path.open("rb") as file:
-            data = os.pread(file.fileno(), end - begin, begin - (int(place.bounds[first]) if first else 0))
+            data = os.pread(file.fileno(), end - begin, begin - base)
         return self.parse(_whole(data, begin, end))
 
 
@@ -142,6 +143,8 @@ def _whole(data: bytes, begin: int, end: int) -> bytes:
         raise EOFError(f"it ends at byte {begin + len(data)}")
     return data
 
+
+_MDS_COLUMNS = "column_names", "column_encodings", "column_sizes"
 
 # As in webdataset: the key ends at the first dot of a file's name.
 _KEY = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)")
@@ -199,11 +202,11 @@ class _Parquet:
         with pyarrow.OSFile(str(target), "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as writer:
             writer.write_table(table)
 
-    def read(self, place: _Place, path: Path, first: int) -> dict[str, Any]:
+    def read(self, place: _Place, path: Path) -> dict[str, Any]:
         pyarrow = _require("pyarrow", "pyarrow")
         with pyarrow.memory_map(str(path)) as file:
             table = pyarrow.ipc.open_file(file).read_all()
-            return dict(table.slice(place.offset - first, 1).to_pylist()[0])
+            return dict(table.slice(place.offset - place.piece.start, 1).to_pylist()[0])
 
 
 @lru_cache(maxsize=16)
@@ -216,16 +219,41 @@ def _footer(store: Any, path: str) -> Any:
 _Format = _ByteFormat | _Parquet
 
 
-def _format_of(paths: Sequence[str], columns: Sequence[str] | None) -> _Format:
+def _index_mds(store: Any, path: str) -> tuple[int, _Numbers, int]:
+    (number,) = np.frombuffer(store.cat_file(path, start=0, end=4), "<u4").tolist()
+    bounds = np.frombuffer(store.cat_file(path, start=4, end=4 * number + 8), "<u4").astype(np.int64)
+    return number, bounds, int(bounds[number])
+
+
+def _open_shards(store: Any, paths: list[str], columns: Sequence[str] | None) -> tuple[list[str], _Format]:
+    """Return the paths of the shards, of MDS those that are listed in ``paths``, and their format."""
     suffixes = {os.path.splitext(path)[1] for path in paths}
     if suffixes == {".parquet"}:
-        return _Parquet(None if columns is None else list(columns))
+        return paths, _Parquet(None if columns is None else list(columns))
     if suffixes == {".tar"}:
-        return _ByteFormat(_index_tar, _parse_tar)
-    raise ConfigurationError(
-        f"Shards that end in {' and '.join(map(repr, sorted(suffixes)))} cannot be read.\n"
-        "Give .parquet files or uncompressed .tar files, all of the same kind."
-    )
+        return paths, _ByteFormat(_index_tar, _parse_tar)
+    if suffixes != {".json"}:
+        raise ConfigurationError(
+            f"Shards that end in {' and '.join(map(repr, sorted(suffixes)))} cannot be read.\n"
+            "Give .parquet files, uncompressed .tar files, or folders of MDS; all of the same kind."
+        )
+    shards = []
+    for path in paths:
+        with _naming(path):
+            shards += [(os.path.dirname(path), shard) for shard in json.loads(store.cat_file(path))["shards"]]
+    layouts = [{key: shard.get(key) for key in ("format", "compression", *_MDS_COLUMNS)} for _, shard in shards]
+    if layouts[0] | {"format": "mds", "compression": None} != layouts[0] or any(each != layouts[0] for each in layouts):
+        raise ConfigurationError(
+            f"{paths[0]} lists shards that are compressed, of different columns, or not MDS.\n"
+            "Write them with MDSWriter without compression."
+        )
+    reader = _require("streaming.base.format.mds", "mosaicml-streaming").MDSReader.from_json("", None, shards[0][1])
+    try:
+        reader.validate(False)
+    except ValueError as error:
+        raise ConfigurationError(f"{paths[0]}: {error}\nWrite the column with another encoding.") from error
+    found = [f"{folder}/{shard['raw_data']['basename']}" for folder, shard in shards]
+    return found, _ByteFormat(_index_mds, reader.decode_sample)
 
 
 # --- The index
@@ -330,16 +358,17 @@ Shards = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 
 class ShardedDataset(Dataset[Any]):
-    """The samples of shards that may be larger than the disk: Parquet files, or tar files as of webdataset.
+    """The samples of shards that may be larger than the disk: Parquet files, tar files as of webdataset, or MDS.
 
     In `fit`, shards are permuted as a whole and their samples within windows. Each rank reads its own parts of the
-    shards, once an epoch. Any other use reads samples by index. Needs 8 bytes of memory for each sample of a tar file,
-    shared with loader processes. Can be pickled and forked.
+    shards, once an epoch. Any other use reads samples by index. Needs 8 bytes of memory for each sample that is not a
+    row of Parquet, shared with loader processes. Can be pickled and forked.
 
-    A sample is a dictionary: the columns of a row; or ``__key__``, and the bytes of the key's files by extension.
+    A sample is a dictionary: the columns of a row; of a tar file, ``__key__`` and the bytes of its files by extension.
 
     Args:
         shards: Paths, or URLs of fsspec such as ``s3://bucket/train-*.tar``; ``*``, ``?`` and ``[...]`` are expanded.
+            Of MDS the folder with ``index.json``, which must not be compressed.
         decode: Maps the dictionary to the sample. Random numbers are seeded for it.
         columns: The columns of Parquet files to read; all if None.
         window: Consecutive samples of a lane that are permuted.
@@ -373,8 +402,8 @@ class ShardedDataset(Dataset[Any]):
         given = [shards] if isinstance(shards, str | os.PathLike) else shards
         urls = [os.path.expanduser(os.fspath(each)) for each in given]
         store, paths = _expand(urls)
+        paths, self._format = _open_shards(store, paths, columns)
         self._url, self._paths = urls[0], np.array(paths)
-        self._format = _format_of(paths, columns)
         folder = Path(cache_dir or f"{tempfile.gettempdir()}/lockstep-shards-{os.getuid()}").absolute()
         self._cache = _PieceCache(folder / "pieces", cache_bytes)
         (folder / "pieces").mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -434,10 +463,10 @@ class ShardedDataset(Dataset[Any]):
         where = f" at {f'row {place.offset}' if byte is None else f'byte {byte}'}, for sample {index}"
         with _naming(place.path, where, offset=byte, sample=index):
             if self._is_direct:
-                sample = self._format.read(place, Path(place.path), 0)
+                sample = self._format.read(place, Path(place.path))
             else:
-                read = partial(self._format.read, place, first=place.piece.start)
-                sample = self._cache.read(place.name, partial(self._format.fetch, place), read)
+                fetch, read = partial(self._format.fetch, place), partial(self._format.read, place)
+                sample = self._cache.read(place.name, fetch, read)
         return sample if self._decode is None else self._decode(sample)
 
     def _place(self, index: int, epoch: int) -> _Place:
@@ -503,7 +532,7 @@ def _expand(urls: Sequence[str]) -> tuple[Any, list[str]]:
     paths: list[str] = []
     for url in urls:
         with _naming(url):
-            found = sorted(stores[0].glob(url))
+            found = sorted(stores[0].glob(f"{url}/index.json" if stores[0].isdir(url) else url))
         if not found:
             raise DataError(f"No file matches {url}.\nCheck the name, and that this machine sees the folder.")
         paths += found
