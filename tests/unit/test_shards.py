@@ -407,6 +407,14 @@ def test_the_cache_keeps_what_was_used_last_within_its_size(tmp_path):
     assert fetched == ["a", "b", "c", "a", "b"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "c"]
 
+    def fetch_slowly(path):
+        path.write_bytes(b"d" * 100)
+        assert use("a") == "a"  # which removes others, but not what is being fetched
+        assert path.exists()
+
+    assert cache.read("d", fetch_slowly, lambda path: path.stat().st_size) == 100
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "d"]
+
 
 def test_a_piece_that_cannot_be_fetched_leaves_nothing(tmp_path):
     cache = shards._PieceCache(tmp_path, 2500)

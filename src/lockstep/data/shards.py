@@ -324,30 +324,32 @@ class _PieceCache:
         file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(file, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Otherwise it was renamed or removed by who had the lock before.
-            if not path.exists() and part.exists() and os.path.samestat(os.fstat(file), part.stat()):
-                fetch(part)
-                part.rename(path)
+            # Otherwise who had the lock before has renamed the file, which may have been removed since, or failed.
+            if not path.exists() and os.fstat(file).st_nlink:
+                try:
+                    fetch(part)
+                    part.rename(path)
+                except BaseException:
+                    part.unlink()
+                    raise
+                self._remove_oldest()
         except BlockingIOError:
             return
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
         finally:
             os.close(file)
-        self._remove_oldest()
 
     def _remove_oldest(self) -> None:
         """Remove the least recently used files beyond the limit."""
         found = []
-        for entry in os.scandir(self._folder):
+        for path in self._folder.iterdir():
             with contextlib.suppress(FileNotFoundError):
-                state = entry.stat()
-                found.append((state.st_mtime_ns, state.st_size, entry.path))
+                state = path.stat()
+                if path.suffix != ".part":
+                    found.append((state.st_mtime_ns, state.st_size, path))
         excess = sum(size for _, size, _ in found) - self._max_bytes
         for _, size, path in sorted(found)[:-1]:  # never the one that was just fetched
             if excess > 0:
-                Path(path).unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
                 excess -= size
 
 
