@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lockstep.comm.world import init as init
     from lockstep.comm.world import seed as seed
     from lockstep.data.sampler import DistributedSampler as DistributedSampler
+    from lockstep.data.shards import ShardedDataset as ShardedDataset
     from lockstep.launcher.api import launch as launch
     from lockstep.observe.monitor import monitor as monitor
     from lockstep.parallel.ddp.reducer import backward as backward
@@ -47,6 +48,7 @@ _HOMES = {
     "adoption": ["adopt"],
     "comm.world": ["World", "init", "seed"],
     "data.sampler": ["DistributedSampler"],
+    "data.shards": ["ShardedDataset"],
     "launcher.api": ["launch"],
     "observe.monitor": ["monitor"],
     "parallel.ddp.reducer": ["backward"],

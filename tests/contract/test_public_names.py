@@ -17,6 +17,7 @@ PUBLIC_NAMES = {
     "LocalSGD",
     "Loss",
     "Recovery",
+    "ShardedDataset",
     "SyncBatchNorm",
     "Task",
     "World",

@@ -9,9 +9,13 @@ from lockstep.train.settings import Settings
 from tests.training import make_task
 
 
+def split(num_shares, accumulate, proportions=None):
+    return BatchSplit(num_shares, range(num_shares), accumulate, proportions)
+
+
 def plan(num_samples=50, accumulate=1, num_shares=2, task=None, **settings):
-    split = BatchSplit(num_shares, range(num_shares), accumulate)
-    return make_plan(task or make_task(), Settings(accumulate=accumulate, **settings), split, num_samples=num_samples)
+    settings = Settings(accumulate=accumulate, **settings)
+    return make_plan(task or make_task(), settings, split(num_shares, accumulate), num_samples=num_samples)
 
 
 def test_the_number_of_steps_is_that_asked_for_or_that_of_the_epochs():
@@ -24,18 +28,18 @@ def test_the_number_of_steps_is_that_asked_for_or_that_of_the_epochs():
 
 def test_any_number_of_devices_takes_any_batch():
     for batch_size, num_shares in ((64, 3), (24, 5), (3, 4)):
-        check_split(batch_size, num_shares, 1, None)
-    check_split(24, 5, 4, None)
+        check_split(batch_size, split(num_shares, 1))
+    check_split(24, split(5, 4))
 
 
 def test_more_micro_batches_than_samples_are_refused():
     with pytest.raises(ConfigurationError) as error:
-        check_split(3, 4, 2, None)
+        check_split(3, split(4, 2))
     assert str(error.value) == (
         "A global batch of 3 samples does not have a sample for each of 4 devices in each of 2 micro-batches.\n"
         "Set the global batch size to 8 or more, or decrease accumulate."
     )
-    check_split(8, 4, 2, None)
+    check_split(8, split(4, 2))
 
 
 @pytest.mark.parametrize(
@@ -44,8 +48,8 @@ def test_more_micro_batches_than_samples_are_refused():
 )
 def test_shares_must_have_a_sample_for_each_micro_batch(batch_size, accumulate, proportions, enough):
     with pytest.raises(ConfigurationError, match=f"Set the global batch size to {enough} or more, or make the shares"):
-        check_split(batch_size, len(proportions), accumulate, proportions)
-    check_split(enough, len(proportions), accumulate, proportions)
+        check_split(batch_size, split(len(proportions), accumulate, proportions))
+    check_split(enough, split(len(proportions), accumulate, proportions))
 
 
 def test_a_last_batch_that_is_not_full_can_be_left_out():

@@ -26,7 +26,7 @@ from torch.utils.data import ChainDataset, ConcatDataset, DataLoader, Dataset, S
 
 from lockstep.accelerator import recorded_event
 from lockstep.containers import map_tensors
-from lockstep.data.order import BatchSplit, GlobalOrder, mix, seed_cpu
+from lockstep.data.order import BatchSplit, GlobalOrder, ShardOrder, mix, seed_cpu
 from lockstep.data.tokens import TokenFiles
 from lockstep.env import check_socket_folder
 from lockstep.errors import DataError, LoaderDied, LockstepError
@@ -247,7 +247,7 @@ class MicroBatch(NamedTuple):
         return list(map(len, self.samples))
 
 
-def train_requests(order: GlobalOrder, split: BatchSplit, first_step: int) -> Iterator[Request]:
+def train_requests(order: GlobalOrder | ShardOrder, split: BatchSplit, first_step: int) -> Iterator[Request]:
     """Yield all requests of this process from a step on, without end."""
     for step in itertools.count(first_step):
         batch = order.batch(step)
@@ -344,7 +344,7 @@ def load(
 
 
 def load_order(
-    order: GlobalOrder, samples: Any, split: BatchSplit, how: LoadOptions, step: int, _state: Any
+    order: GlobalOrder | ShardOrder, samples: Any, split: BatchSplit, how: LoadOptions, step: int, _state: Any
 ) -> Iterator[MicroBatch]:
     """Return the micro-batches of this process from ``step`` on, without end; still in host memory."""
     return load(samples, train_requests(order, split, step), how, seed=order.seed, epochs=having_epochs(samples))

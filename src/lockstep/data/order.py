@@ -203,6 +203,100 @@ def _block(num_samples: int, seed: int, epoch: int, block: int) -> Tensor:
     return permutation(range(start, min(start + _BLOCK_SIZE, num_samples)))
 
 
+# --- [Note: the order of shards]
+#
+# A data set in shards is not permuted as a whole: each rank would read all shards. In each epoch the shards are
+# permuted, and the sequence of all their samples is cut into lanes. Each lane contains exactly the samples that it
+# gives to the global batches of the epoch, always at the same positions of a batch. Within a lane, consecutive windows
+# of the sequence are permuted. A rank computes whole lanes, so it reads only their parts of the sequence, each from its
+# begin to its end. The number of lanes does not depend on the number of ranks, so the global batches do not either.
+
+# Separates the random numbers of the windows from those of other purposes with the same seed.
+_WINDOW = 8
+
+
+def cut_lanes(size: int, num_lanes: int) -> NDArray[np.int64]:
+    """Return where each lane begins in a batch of ``size`` samples, and the end of the last.
+
+    Unlike those of `cut`, larger parts are spread evenly, so that several lanes together have their proportion of a
+    batch. The first lane is empty only if all are.
+    """
+    return -(-size * np.arange(num_lanes + 1) // num_lanes)
+
+
+@dataclass(frozen=True, eq=False)
+class ShardOrder:
+    """The global batches of a data set in shards; see [Note: the order of shards]. Otherwise as `GlobalOrder`.
+
+    Args:
+        sizes: The number of samples of each shard, int64.
+        window: Number of consecutive samples of a lane that are permuted.
+        num_lanes: At most ``batch_size``.
+    """
+
+    sizes: NDArray[np.int64]
+    batch_size: int
+    seed: int
+    drop_last: bool
+    window: int
+    num_lanes: int
+
+    @cached_property
+    def num_samples(self) -> int:
+        """The number of samples in all shards."""
+        return int(self.sizes.sum())
+
+    @cached_property
+    def steps_per_epoch(self) -> int:
+        """The number of global batches in an epoch."""
+        return (self.num_samples if self.drop_last else self.num_samples + self.batch_size - 1) // self.batch_size
+
+    @cached_property
+    def lane_starts(self) -> NDArray[np.int64]:
+        """Where each lane begins in the sequence of an epoch, and the end of the last."""
+        full, rest = divmod(self.num_samples, self.batch_size)
+        return full * cut_lanes(self.batch_size, self.num_lanes) + cut_lanes(rest, self.num_lanes)
+
+    def batch(self, step: int) -> Tensor:
+        """Return the indices of the global batch of ``step``, a 1-D int64 tensor; the cost depends on its size only."""
+        epoch, number = divmod(step, self.steps_per_epoch)
+        size = min(self.batch_size, self.num_samples - number * self.batch_size)
+        full, own = (np.diff(cut_lanes(each, self.num_lanes)) for each in (self.batch_size, size))
+        parts = []
+        for lane in np.flatnonzero(own).tolist():
+            first, skipped = divmod(number * int(full[lane]), self.window)
+            stop = skipped + int(own[lane])
+            windows = range(first, first - -stop // self.window)
+            parts += [np.concatenate([_window(self, epoch, lane, each) for each in windows])[skipped:stop]]
+        return torch.from_numpy(self.indices(epoch, np.concatenate(parts)))
+
+    def indices(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the indices of the samples at ``positions`` of the sequence of ``epoch``."""
+        shards, starts = shard_sequence(self, epoch)
+        found = shards[np.searchsorted(starts[shards] + self.sizes[shards], positions, side="right")]
+        return positions - starts[found] + (np.cumsum(self.sizes) - self.sizes)[found]
+
+
+@lru_cache(maxsize=4)
+def shard_sequence(order: ShardOrder, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the shards in the order of ``epoch``; and the position of each shard's first sample, by its number."""
+    shards = Permutation(len(order.sizes), mix(order.seed, _ORDER, epoch))(range(len(order.sizes))).numpy()
+    starts = np.empty_like(shards)
+    starts[shards] = np.cumsum(order.sizes[shards]) - order.sizes[shards]
+    return shards, starts
+
+
+@lru_cache(maxsize=512)
+def _window(order: ShardOrder, epoch: int, lane: int, number: int) -> NDArray[np.int64]:
+    """Return the positions of a window, permuted."""
+    start = int(order.lane_starts[lane]) + number * order.window
+    size = min(order.window, int(order.lane_starts[lane + 1]) - start)
+    return start + Permutation(size, mix(order.seed, _WINDOW, epoch, lane, number))(range(size)).numpy()
+
+
+# --- The division of a global batch
+
+
 @dataclass(frozen=True)
 class BatchSplit:
     """How a global batch is divided: over ``num_shares`` devices, each share into ``accumulate`` micro-batches.
@@ -210,15 +304,27 @@ class BatchSplit:
     Args:
         shares: The shares that this process computes.
         proportions: The relative sizes of the shares, a positive number for each; all equal if None.
+        num_lanes: Of a `ShardOrder`, whose lanes are not divided.
     """
 
     num_shares: int
     shares: range
     accumulate: int
     proportions: Sequence[float] | None = None
+    num_lanes: int | None = None
 
     def positions(self, size: int, share: int) -> range:
         """Return the positions of ``share`` among ``size`` consecutive items."""
+        if self.num_lanes is not None:
+            lanes, starts = self.lanes(share), cut_lanes(size, self.num_lanes).tolist()
+            return range(starts[lanes.start], starts[lanes.stop])
+        return self._cut(size, share)
+
+    def lanes(self, share: int) -> range:
+        """Return the lanes of ``share``."""
+        return self._cut(self.num_lanes or 0, share)
+
+    def _cut(self, size: int, share: int) -> range:
         if self.proportions is None:
             return cut(size, self.num_shares, share)
         return cut_by(size, tuple(self.proportions))[share]
@@ -229,7 +335,8 @@ class BatchSplit:
 
     def all_have_samples(self, size: int, micro: int) -> bool:
         """Return whether each share has samples in micro-batch ``micro`` of a global batch of ``size``."""
-        first = self.num_shares - 1 if self.proportions is None else 0  # of equals, the last is the smallest
+        is_even = self.proportions is None and self.num_lanes is None
+        first = self.num_shares - 1 if is_even else 0  # of equals, the last is the smallest
         shares = range(first, self.num_shares)
         return all(len(cut(len(self.positions(size, share)), self.accumulate, micro)) > 0 for share in shares)
 

@@ -1,7 +1,7 @@
 """The plan of a run, computed before it starts: devices, steps, shares, virtual shards, learning rate."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
 from typing import Literal
@@ -10,7 +10,8 @@ import torch
 
 from lockstep.accelerator import check_count
 from lockstep.comm.world import World
-from lockstep.data.order import BatchSplit, GlobalOrder
+from lockstep.data.order import BatchSplit, GlobalOrder, ShardOrder
+from lockstep.data.shards import HasShardOrder
 from lockstep.data.stream import StreamOrder
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.reduction_tree import LeafPlacement
@@ -105,24 +106,24 @@ def num_devices(wanted: int | Literal["auto"] | None) -> int:
 class Plan:
     """A run's steps, which samples each takes, how they are divided, and the learning rate."""
 
-    order: GlobalOrder | StreamOrder
+    order: GlobalOrder | ShardOrder | StreamOrder
     split: BatchSplit
     num_steps: int
     learning_rate: LearningRate
     base_batch_size: int
 
 
-def make_plan(task: Task, settings: Settings, split: BatchSplit, *, num_samples: int | None) -> Plan:
-    """Return the plan for a data set of ``num_samples``, or for a stream if None.
+def make_plan(
+    task: Task, settings: Settings, split: BatchSplit, *, num_samples: int | None, shards: HasShardOrder | None = None
+) -> Plan:
+    """Return the plan for a data set of ``num_samples``, which may be in ``shards``, or for a stream if None.
 
     Raises:
         ConfigurationError: A device or a micro-batch would never have samples; or the data set is a stream, and the
             number of steps is not given; or the data set is smaller than a global batch.
     """
     batch_size = settings.global_batch_size or task.global_batch_size
-    if settings.reproducible is None:
-        check_split(batch_size, split.num_shares, settings.accumulate, split.proportions)
-    order: GlobalOrder | StreamOrder
+    order: GlobalOrder | ShardOrder | StreamOrder
     if num_samples is None:
         if settings.steps is None:
             raise ConfigurationError(
@@ -132,12 +133,17 @@ def make_plan(task: Task, settings: Settings, split: BatchSplit, *, num_samples:
         order, num_steps = StreamOrder(batch_size, settings.seed, task.drop_last), settings.steps
     else:
         order = GlobalOrder(num_samples, batch_size, settings.seed, task.drop_last)
+        if shards is not None:
+            order = shards.make_order(batch_size, settings.seed, drop_last=task.drop_last)
+            split = replace(split, num_lanes=order.num_lanes)
         if order.steps_per_epoch == 0:  # only with drop_last
             raise ConfigurationError(
                 f"The data set of {num_samples} samples is smaller than a global batch of {batch_size}.\n"
                 "Decrease the global batch size, or omit drop_last from the task."
             )
         num_steps = settings.steps or (settings.epochs or task.epochs) * order.steps_per_epoch
+    if settings.reproducible is None or split.num_lanes is not None:
+        check_split(batch_size, split)
     # The learning rate of a task was chosen for the batch size of the task.
     base = settings.base_batch_size or task.global_batch_size
     scale = batch_scale(settings.lr_scaling, batch_size, base)
@@ -177,20 +183,28 @@ def check_batch(task: Task, settings: Settings, num_devices: int) -> None:
             f"Train on at most {plural(batch_size, 'device')}, or increase the global batch size."
         )
     if settings.reproducible is None:
-        check_split(batch_size, num_devices, settings.accumulate, settings.shares)
+        check_split(batch_size, BatchSplit(num_devices, range(num_devices), settings.accumulate, settings.shares))
     else:
         place_shards(settings.reproducible, num_devices, settings.shares)
 
 
-def check_split(batch_size: int, num_shares: int, accumulate: int, proportions: Sequence[float] | None) -> None:
-    """Check that each device has a sample in each micro-batch, if ``accumulate`` or ``proportions`` are given.
+def check_split(batch_size: int, split: BatchSplit) -> None:
+    """Check that each device has a sample in each micro-batch, if it accumulates, or shares are given; and its lanes.
 
     Raises:
-        ConfigurationError: One has none; names a sufficient batch size.
+        ConfigurationError: One has none; names a sufficient batch size, or number of lanes.
     """
+    num_shares, accumulate, proportions = split.num_shares, split.accumulate, split.proportions
     _check_number_of_shares(proportions, num_shares)
-    split = BatchSplit(num_shares, range(num_shares), accumulate, proportions)
-    is_even = proportions is None
+    if split.num_lanes is not None:
+        proportions = [len(split.lanes(share)) for share in range(num_shares)]
+        if idle := proportions.count(0):
+            raise ConfigurationError(
+                f"The {split.num_lanes} lanes of the ShardedDataset leave {idle} of {plural(num_shares, 'share')} of a "
+                f"global batch of {batch_size} without one.\nGive it more lanes, of which there are at most as many as "
+                "samples of a global batch, or train on fewer devices."
+            )
+    is_even = split.proportions is None
     # The last micro-batch of a share is its smallest. Without accumulation and proportions, every batch is allowed.
     if (is_even and accumulate == 1) or split.all_have_samples(batch_size, accumulate - 1):
         return

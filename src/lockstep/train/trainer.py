@@ -20,6 +20,8 @@ from lockstep.comm.collectives import Group, all_gather_object, all_reduce
 from lockstep.comm.world import World
 from lockstep.data.comparison import check_same_samples
 from lockstep.data.loader import BatchIterator, LoadOptions, MicroBatch, load_order
+from lockstep.data.order import ShardOrder
+from lockstep.data.shards import HasShardOrder
 from lockstep.data.stream import StreamOrder
 from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.parallel.compile import compile_in_place
@@ -161,7 +163,9 @@ class Trainer:
         self._seeds.all(step_parts.DATA)
         self.samples = build_dataset(task)
         num_samples = None if isinstance(self.samples, IterableDataset) else len(self.samples)
-        self.plan = make_plan(task, settings, self._split, num_samples=num_samples)
+        ordered = self.samples if isinstance(self.samples, HasShardOrder) else None
+        self.plan = make_plan(task, settings, self._split, num_samples=num_samples, shards=ordered)
+        self._split = self.plan.split
         # The bits of a transform's result may depend on the number of threads.
         threads = self.arithmetic.threads if self.arithmetic.deterministic else None
         pins, ahead = self.device.type != "cpu", settings.prefetch or 2
@@ -285,6 +289,7 @@ class Trainer:
             old.reducer.remove_hooks()
         with self.arithmetic.applied():
             before, shards = self._split, self._divide(world)
+            self._split = replace(self._split, num_lanes=before.num_lanes)
             if self._split != before:
                 self.plan = self.nonfinite.plan = replace(self.plan, split=self._split)
                 state, copies = self.batches.state(), self.batches.copies
@@ -771,6 +776,8 @@ class Trainer:
         """Return the values that must not change when a run is resumed."""
         order, settings = self.plan.order, self.settings
         identity = {"samples": order.num_samples, "global batch": order.batch_size, "seed": order.seed}
+        if isinstance(order, ShardOrder):
+            identity |= {"shards": len(order.sizes), "window": order.window, "lanes": order.num_lanes}
         if settings.reproducible is not None:
             identity |= {"reproducible": settings.reproducible, "threads": self.arithmetic.threads}
         return identity

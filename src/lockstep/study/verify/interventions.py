@@ -25,7 +25,8 @@ from torch.utils.data import Dataset, IterableDataset
 from lockstep.accelerator import default_device
 from lockstep.comm.process import single_process_view
 from lockstep.containers import map_tensors
-from lockstep.data.order import mix, seed_cpu
+from lockstep.data.order import ShardOrder, mix, seed_cpu
+from lockstep.data.shards import HasShardOrder
 from lockstep.study.verify.fingerprint import Fingerprint, fingerprint, fingerprint_model
 from lockstep.telemetry.instrument import Instrument
 from lockstep.torch_internals import BatchNorm, TorchDispatchMode, numpy_default, schema_of, tree_flatten
@@ -458,6 +459,15 @@ class RecordedSamples(Dataset[Any]):
         return self._recorder.record(index, self._samples[index] if is_own else self._recorder.given_sample(index))
 
 
+class RecordedShards(RecordedSamples):
+    """A recorded data set that is read in an order of its own."""
+
+    def make_order(self, batch_size: int, seed: int, *, drop_last: bool) -> ShardOrder:
+        """Return the order of the data set."""
+        order: ShardOrder = self._samples.make_order(batch_size, seed, drop_last=drop_last)
+        return order
+
+
 class RecordedStream(IterableDataset[Any]):
     """A recorded stream."""
 
@@ -557,7 +567,9 @@ class SandboxedTask:
         with self._sandbox.rank_view():
             samples = self._plain.dataset()
         self.is_stream = isinstance(samples, IterableDataset)
-        return (RecordedStream if self.is_stream else RecordedSamples)(samples, self.recorder)
+        if self.is_stream:
+            return RecordedStream(samples, self.recorder)
+        return (RecordedShards if isinstance(samples, HasShardOrder) else RecordedSamples)(samples, self.recorder)
 
     def _collate(self, samples: list[Any]) -> Any:
         assert self._plain.collate is not None

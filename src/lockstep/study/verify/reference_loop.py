@@ -1,6 +1,6 @@
 """Run an experiment in this process: with the loop of `fit`, or with the reference loop, which simulates N ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +11,7 @@ from torch.utils.data import default_collate
 
 from lockstep.comm.world import World
 from lockstep.containers import map_tensors
-from lockstep.data.order import cut, mix, seed_cpu
+from lockstep.data.order import BatchSplit, mix, seed_cpu
 from lockstep.errors import ConfigurationError
 from lockstep.study.verify.fingerprint import StepTrace, Trace, fingerprint, fingerprint_model, read_rates
 from lockstep.study.verify.interventions import Experiment, Given, Off, Sandbox, Subject, is_batch_norm, open_sandbox
@@ -70,7 +70,7 @@ class ReferenceLoop:
                     buffer.copy_(first)
         samples = self._given.samples[step]
         parts = []
-        for share, mine in zip(self.shares, divide(samples, len(self.shares)), strict=True):
+        for share, mine in zip(self.shares, divide(samples, len(self.shares), self.sizes), strict=True):
             share.optimizer.zero_grad(set_to_none=True)
             part = share.forward(mine, step)
             # The weight of a share is its part of the samples, times the number of ranks, since the engine takes the
@@ -91,9 +91,10 @@ class ReferenceLoop:
         return loss, read_rates(self.shares[0].optimizer)
 
 
-def divide(samples: Samples, num_shares: int) -> list[Samples]:
+def divide(samples: Samples, num_shares: int, sizes: Mapping[str, int | None]) -> list[Samples]:
     """Return the samples of each share."""
-    cuts = [cut(len(samples), num_shares, share) for share in range(num_shares)]
+    split = BatchSplit(num_shares, range(num_shares), 1, num_lanes=sizes.get("lanes"))
+    cuts = [split.positions(len(samples), share) for share in range(num_shares)]
     return [samples[part.start : part.stop] for part in cuts]
 
 
@@ -117,6 +118,7 @@ class FitLoop:
         self.sizes = {
             "samples of the data set": self._trainer.plan.order.num_samples,
             "samples of a global batch": self._trainer.plan.order.batch_size,
+            "lanes": self._trainer.plan.split.num_lanes,
         }
         # Not the trainer's model, which may be a copy.
         assert task.built is not None
@@ -241,7 +243,7 @@ def explain(steps: Sequence[StepWeights]) -> tuple[str, StepWeights]:
 def measure_weights(subject: Subject, given: Given, off: Off, device: torch.device) -> list[StepWeights]:
     """Train in one process, and find for each step the weights with which its shares add up."""
     experiment = Experiment("one", off | {"random", "batchnorm", "state", "data", "rates"})
-    found = []
+    found, num_devices = [], subject.num_devices
     with open_sandbox(subject, experiment, given) as sandbox:
         loop = ReferenceLoop(sandbox, 1, device)  # all parts in one model, at the same weights
         for step, following in zip(subject.steps, (*subject.steps[1:], subject.steps[0]), strict=True):
@@ -250,7 +252,7 @@ def measure_weights(subject: Subject, given: Given, off: Off, device: torch.devi
             others = [*given.samples[following], *samples][1 : len(samples) + 1]
             with sandbox.step(step):
                 measured, other = (
-                    [_measure(loop.shares[0], part, step) for part in (each, *divide(each, subject.num_devices))]
+                    [_measure(loop.shares[0], part, step) for part in (each, *divide(each, num_devices, given.sizes))]
                     for each in (samples, others)
                 )
                 again = _measure(loop.shares[0], samples, step)

@@ -1,0 +1,274 @@
+"""Data sets in shards: what each rank reads, time to the first batch after a resume, and memory, beside the peers.
+
+Writes the same samples as tar, Parquet and MDS to a temporary folder, and removes them.
+
+Reading: an epoch on 1 to 4 ranks with 2 loader processes each, from a store that counts the bytes of each request. The
+digest is of all global batches: it must not depend on the number of ranks. Not counted are the headers of the tar
+files, which are read once more for the index.
+
+Resume and memory: 2 processes stand for 2 ranks, with 2 loader processes each. Each continues at a quarter of an epoch
+of local files. The table has the seconds to the first batch (of the slower rank), without imports, and the memory of
+ranks and loader processes together after 8 more batches: PSS, in which shared pages count once. `datasets` skips, which
+reads what was before; MosaicML Streaming loads its state; the index of a ShardedDataset was made before. A peer that
+is not installed is left out.
+
+Usage: python bench/shards.py [--quick] [--rounds N] [--json FILE]
+"""
+
+import hashlib
+import io
+import itertools
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import psutil
+import torch
+from fsspec.implementations.local import LocalFileSystem
+
+from bench.harness import parser, record
+from lockstep.data.loader import LoadOptions, load, train_requests
+from lockstep.data.order import BatchSplit
+from lockstep.data.shards import ShardedDataset
+
+SAMPLE_BYTES, BATCH, WORKERS, NUM_RANKS, NUM_BATCHES = 8192, 96, 2, 2, 8
+MIB = 2**20
+
+
+def write(folder: Path, num_shards: int, samples_of_shard: int) -> None:
+    """Write the samples in each format for which there is a writer here."""
+    from pyarrow import Table, array, parquet
+
+    generator = np.random.default_rng(0)
+    for kind in ("tar", "parquet"):
+        (folder / kind).mkdir()
+    mds = None
+    if find_spec("streaming"):
+        from streaming import MDSWriter
+
+        size = samples_of_shard * (SAMPLE_BYTES + 20)
+        mds = MDSWriter(out=str(folder / "mds"), columns={"x": "bytes", "y": "int"}, size_limit=size)
+    for shard in range(num_shards):
+        values = [generator.bytes(SAMPLE_BYTES) for _ in range(samples_of_shard)]
+        numbers = range(shard * samples_of_shard, (shard + 1) * samples_of_shard)
+        table = Table.from_pydict({"x": array(values), "y": array(numbers)})
+        parquet.write_table(table, folder / f"parquet/{shard:04d}.parquet", row_group_size=256, compression="none")
+        with tarfile.open(folder / f"tar/{shard:04d}.tar", "w") as tar:
+            for number, value in zip(numbers, values, strict=True):
+                for name, content in (("x", value), ("y", str(number).encode())):
+                    member = tarfile.TarInfo(f"{number:08d}.{name}")
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+                if mds is not None:
+                    mds.write({"x": value, "y": number})
+    if mds is not None:
+        mds.finish()
+
+
+def decode(sample: dict[str, Any]) -> tuple[torch.Tensor, int]:
+    """Return a sample as tensors."""
+    return torch.frombuffer(bytearray(sample["x"]), dtype=torch.uint8), int(sample["y"])
+
+
+class CountingFileSystem(LocalFileSystem):
+    """Local files as an object store: appends the bytes of each request to a file."""
+
+    protocol = "counted"
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **how: Any) -> bytes:
+        """Return a range of a file."""
+        data: bytes = super().cat_file(path, start, end, **how)
+        with open(os.environ["COUNTED"], "a") as file:
+            file.write(f"{len(data)}\n")
+        return data
+
+
+def epoch_of(folder: Path, num_ranks: int, rank: int) -> tuple[list[list[int]], int, int]:
+    """Return what a rank gets of an epoch of an object store; its bytes and its requests."""
+    log, cache = folder / f"log-{num_ranks}-{rank}", folder / f"cache-{num_ranks}-{rank}"
+    os.environ["COUNTED"] = str(log)
+    data = ShardedDataset(f"counted://{folder}/tar/*.tar", decode=decode, cache_dir=cache)
+    order = data.make_order(BATCH, 0, drop_last=False)
+    split = BatchSplit(num_ranks, range(rank, rank + 1), 1, None, order.num_lanes)
+    requests = itertools.islice(train_requests(order, split, 0), order.steps_per_epoch)
+    micros = load(data, requests, LoadOptions(None, WORKERS, pin_memory=False), seed=0)
+    batches = [micro.batches[0][1].tolist() if micro.batches else [] for micro in micros]
+    sizes = [int(line) for line in log.read_text().split()]
+    return batches, sum(sizes), len(sizes)
+
+
+def reading(folder: Path) -> list[dict[str, Any]]:
+    """Print and return what each rank reads of an epoch."""
+    fsspec.register_implementation("counted", CountingFileSystem, clobber=True)
+    index = ShardedDataset(f"{folder}/tar/*.tar", cache_dir=folder / "cache")
+    total = int(index._index.num_bytes.sum())
+    print(f"\nan epoch of {len(index):,} samples, {total / MIB:.0f} MiB in tar files, from an object store")
+    rows = []
+    for num_ranks in range(1, 5):
+        batches, read, requests = zip(*(epoch_of(folder, num_ranks, rank) for rank in range(num_ranks)), strict=True)
+        together = [list(itertools.chain(*step)) for step in zip(*batches, strict=True)]
+        digest = hashlib.sha256(json.dumps(together).encode()).hexdigest()[:12]
+        rows.append({"ranks": num_ranks, "read": read, "requests": requests, "digest": digest, "of": total})
+        each = ", ".join(f"{size / MIB:.1f}" for size in read)
+        print(f"  {num_ranks} ranks: MiB {each}; together {sum(read) / total:.4f} of all bytes; digest {digest}")
+    return rows
+
+
+# --- resume and memory: these run in a process for each rank
+
+
+def ours(kind: str) -> Callable[[Path, int], Iterator[Any]]:
+    """Return what loads as `fit` does."""
+
+    def start(folder: Path, step: int) -> Iterator[Any]:
+        rank = int(os.environ["RANK"])
+        data = ShardedDataset(f"{folder}/{kind}/*.{kind}", decode=decode, cache_dir=folder / "cache")
+        order = data.make_order(BATCH, 0, drop_last=False)
+        split = BatchSplit(NUM_RANKS, range(rank, rank + 1), 1, None, order.num_lanes)
+        return load(data, train_requests(order, split, step), LoadOptions(None, WORKERS, pin_memory=False), seed=0)
+
+    return start
+
+
+def hugging_face(folder: Path, step: int) -> Iterator[Any]:
+    """Load a stream of Parquet files that is divided by node."""
+    import datasets
+    from datasets.distributed import split_dataset_by_node
+
+    stream = datasets.load_dataset(
+        "parquet", data_files=f"{folder}/parquet/*.parquet", streaming=True, split="train", cache_dir=f"{folder}/hf"
+    )
+    stream = split_dataset_by_node(stream.shuffle(seed=0, buffer_size=1000), int(os.environ["RANK"]), NUM_RANKS)
+    # Each loader process skips so many.
+    stream = stream.skip(step * BATCH // NUM_RANKS // WORKERS).map(
+        lambda row: dict(zip("xy", decode(row), strict=True))
+    )
+    return iter(torch.utils.data.DataLoader(stream, BATCH // NUM_RANKS, num_workers=WORKERS))
+
+
+def mosaic(folder: Path, step: int) -> Iterator[Any]:
+    """Load MDS."""
+    from streaming import StreamingDataLoader, StreamingDataset
+
+    class Decoded(StreamingDataset):
+        def __getitem__(self, at: int) -> Any:
+            return decode(super().__getitem__(at))
+
+    size = BATCH // NUM_RANKS
+    data = Decoded(local=str(folder / "mds"), shuffle=True, batch_size=size)
+    loader = StreamingDataLoader(data, batch_size=size, num_workers=WORKERS)
+    loader.load_state_dict(data.state_dict(step * BATCH, False))
+    return iter(loader)
+
+
+CONTENDERS: dict[str, tuple[str, Callable[[Path, int], Iterator[Any]]]] = {
+    "ShardedDataset, tar": ("lockstep", ours("tar")),
+    "ShardedDataset, Parquet": ("lockstep", ours("parquet")),
+    "datasets, Parquet, skip": ("datasets", hugging_face),
+    "MosaicML Streaming, MDS": ("streaming", mosaic),
+}
+
+
+def pss(process: psutil.Process) -> float:
+    """Return MiB of a process, of which shared pages count in parts."""
+    text = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+    return next(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")) / 1024
+
+
+def run_rank(name: str, folder: Path, step: int) -> None:
+    """Load a few batches as one rank, and print what it took."""
+    warnings.simplefilter("ignore")
+    for module in ("pyarrow.parquet", CONTENDERS[name][0]):
+        import_module(module)
+    begin = time.perf_counter()
+    batches = CONTENDERS[name][1](folder, step)
+    next(batches)
+    first_s = time.perf_counter() - begin
+    for _ in range(NUM_BATCHES):
+        next(batches)
+    me = psutil.Process()
+    print(json.dumps({"first_s": first_s, "pss": sum(pss(each) for each in (me, *me.children(recursive=True)))}))
+    sys.stdout.flush()
+    sys.stdin.read()  # until all have measured
+    os._exit(0)
+
+
+def resume_once(name: str, folder: Path, step: int) -> dict[str, float]:
+    """Return seconds to the first batch of the slowest rank, and MiB of all."""
+    with socket.socket() as chosen:
+        chosen.bind(("127.0.0.1", 0))
+        port = chosen.getsockname()[1]
+    shared = {"WORLD_SIZE": f"{NUM_RANKS}", "LOCAL_WORLD_SIZE": f"{NUM_RANKS}", "MASTER_PORT": f"{port}"}
+    ranks = []
+    for rank in range(NUM_RANKS):
+        env = {**os.environ, **shared, "MASTER_ADDR": "127.0.0.1", "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
+        words = [sys.executable, "-m", "bench.shards", "--rank", name, str(folder), str(step)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        ranks.append(subprocess.Popen(words, env=env, text=True, **pipes))  # type: ignore[call-overload]
+    found = []
+    for process in ranks:
+        line = ""
+        while not line.startswith("{"):
+            if not (line := process.stdout.readline()):
+                raise RuntimeError(f"a rank of {name} failed")
+        found.append(json.loads(line))
+    for process in ranks:
+        process.communicate()
+    return {"first_s": max(each["first_s"] for each in found), "pss": sum(each["pss"] for each in found)}
+
+
+def resume(folder: Path, rounds: int, step: int) -> dict[str, Any]:
+    """Print and return the table of the resume."""
+    print(f"\na resume at step {step} of local files, {NUM_RANKS} ranks x {WORKERS} loader processes, {rounds} rounds")
+    print(f"  {'':26}{'first batch, s':>16}{'PSS, MiB':>12}")
+    present = [name for name, (module, _) in CONTENDERS.items() if find_spec(module)]
+    rows: dict[str, list[dict[str, float]]] = {name: [] for name in present}
+    for _ in range(rounds):
+        for name in present:
+            rows[name].append(resume_once(name, folder, step))
+    for name in CONTENDERS:
+        if name not in rows:
+            print(f"  {name:26}  not installed")
+            continue
+        first, memory = (statistics.median(each[key] for each in rows[name]) for key in ("first_s", "pss"))
+        print(f"  {name:26}{first:16.2f}{memory:12.0f}")
+    return rows
+
+
+def main() -> None:
+    """Write the files, measure, print the tables."""
+    made = parser(__doc__, 3)
+    made.add_argument("--rank", nargs=3, metavar=("NAME", "FOLDER", "STEP"), help="internal")
+    args = made.parse_args()
+    torch.set_num_threads(1)
+    if args.rank:
+        run_rank(args.rank[0], Path(args.rank[1]), int(args.rank[2]))
+        return
+    num_shards, samples_of_shard = (8, 300) if args.quick else (32, 1500)
+
+    def measure() -> dict[str, Any]:
+        with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as name:
+            folder = Path(name)
+            write(folder, num_shards, samples_of_shard)
+            step = num_shards * samples_of_shard // BATCH // 4
+            return {"reading": reading(folder), "resume": resume(folder, 1 if args.quick else args.rounds, step)}
+
+    record(args.json, measure)
+
+
+if __name__ == "__main__":
+    main()
