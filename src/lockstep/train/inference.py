@@ -145,10 +145,7 @@ def _inference(
 ) -> Iterator[tuple[Task, Inference]]:
     """Yield the task and its model with the weights, on the device of this rank. Collective: every rank."""
     opened = World.opened
-    with (
-        init() if opened is None else contextlib.nullcontext(opened) as world,
-        explaining_worker_failures(world.rank),
-    ):
+    with init() if opened is None else contextlib.nullcontext(opened) as world, explaining_worker_failures(world.rank):
         task, is_exact = prepare(task, world), settings.reproducible is not None
         model = build_model(task, world.device)
         if isinstance(weights, dict):

@@ -23,13 +23,7 @@ from lockstep.accelerator import is_capturing
 from lockstep.comm.collectives import Group, all_reduce, cpu_group, in_backward_hooks, is_native
 from lockstep.comm.network import wait_for_call
 from lockstep.containers import hook_tensors
-from lockstep.errors import (
-    CollectiveError,
-    ConfigurationError,
-    LockstepError,
-    is_of_signal_handler,
-    tells_of_others,
-)
+from lockstep.errors import CollectiveError, ConfigurationError, LockstepError, is_of_signal_handler, tells_of_others
 from lockstep.parallel.compile import keep_out_of_graphs
 from lockstep.parallel.ddp.bucket_events import Event, Observer
 from lockstep.parallel.ddp.buckets import Bucket, BucketSet
