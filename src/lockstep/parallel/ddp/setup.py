@@ -1,13 +1,12 @@
 """Wrapping a model: checks of the arguments, and the broadcast of parameters and buffers."""
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.futures import Future
 
 from lockstep.comm.collectives import Group, RepeatedBroadcast, backend_name, broadcast_coalesced, sums_sparse_tensors
 from lockstep.errors import ConfigurationError
@@ -232,18 +231,10 @@ def _refuse_sparse(buffers: Mapping[str, Tensor]) -> None:
             )
 
 
-BufferHook = Callable[[Any, dict[str, Tensor]], list[Future[Any]] | None]
-
-
 class ModelSync:
-    """Compares and broadcasts the state of ``module``, except for the names in ``ignore``.
-
-    Attributes:
-        buffer_hook: A user's hook that synchronises buffers, its state, and whether it runs after ``forward``.
-    """
+    """Compares and broadcasts the state of ``module``, except for the names in ``ignore``."""
 
     def __init__(self, module: nn.Module, ignore: set[str], group: Group, device: torch.device) -> None:
-        self.buffer_hook: tuple[BufferHook, object, bool] | None = None
         self._module, self._ignore, self._group, self._device = module, ignore, group, device
         self._registered = Registered(module, own_buffers)
         self._buffers: list[Tensor] = []
@@ -291,18 +282,13 @@ class ModelSync:
         return bool(self._buffers)
 
     @torch.no_grad()
-    def sync_buffers(self, *, after_forward: bool, src: int) -> list[Future[Any]]:
-        """Synchronise buffers, if they are due at this point; return futures to wait for at the end of backward.
+    def sync_buffers(self, *, src: int) -> None:
+        """Overwrite the buffers that `find_buffers` has found with those of rank ``src``.
 
-        Collective: every rank. Blocks until complete, except for what a registered hook returns as futures.
+        Collective: every rank. Blocks until complete.
         """
-        if self.buffer_hook is None:
-            if not after_forward:
-                if not self._is_agreed:
-                    named, group = self.named_buffers().items(), self._group
-                    check_models_agree((), named, group=group, device=self._device, advice=_CHANGED)
-                    self._is_agreed = True
-                self._broadcast(self._memory, src=src)
-            return []
-        hook, state, runs_after_forward = self.buffer_hook
-        return (hook(state, self.named_buffers()) or []) if runs_after_forward is after_forward else []
+        if not self._is_agreed:
+            named, group = self.named_buffers().items(), self._group
+            check_models_agree((), named, group=group, device=self._device, advice=_CHANGED)
+            self._is_agreed = True
+        self._broadcast(self._memory, src=src)

@@ -88,7 +88,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
 
     module: nn.Module
     _joined_step = -1  # the last one that ranks without data, in `join`, were told of
-    broadcast_bucket_size = 250 * MIB  # read by torch's own buffer hooks
+    broadcast_bucket_size = 250 * MIB  # read by scripts that synchronise a model with torch's functions
     _active_ddp_module: ClassVar[nn.Module | None] = None  # set by torch's ``replicate`` while it runs on this class
 
     def __init__(
@@ -322,9 +322,9 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
     def _begin_alone(self) -> bool:
         """Begin a training step that needs no communication and no notification; return whether it is one."""
         # For small steps on one rank: `_pre_forward` and `_post_forward` would take 50 microseconds of 1,000.
-        is_plain = self._input_device is None and not self._model_sync.buffer_hook
         is_watched = ranges.now or torch_internals.profiler_enabled() or torch_internals.join_config(self).enable
-        if not is_plain or is_watched or not self.require_backward_grad_sync or not torch.is_grad_enabled():
+        trains = self.require_backward_grad_sync and torch.is_grad_enabled()
+        if self._input_device is not None or is_watched or not trains:
             return False
         self._wrapped_parameters.check()
         return self.reducer.begin_alone()
@@ -347,7 +347,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         elif is_in_join:
             self._sync_layers.require_closed()
         if self.will_sync_module_buffers() and is_joining == is_in_join:
-            self._sync_buffers(after_forward=False, src=self._agree(self.process_group.rank()) if is_joining else 0)
+            self._model_sync.sync_buffers(src=self._agree(self.process_group.rank()) if is_joining else 0)
         if is_joining:
             self._agree(int(self.require_backward_grad_sync))
         device = self._input_device
@@ -373,8 +373,6 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
     def _post_forward(self, output: Any) -> Any:
         if self._sync_layers.is_needed:
             self._end_forward(output)
-        if self._model_sync.buffer_hook and self.will_sync_module_buffers():
-            self._sync_buffers(after_forward=True, src=0)
         self.reducer.weights.check_last_step()  # now the device has a forward to do while the host waits
         is_training = torch.is_grad_enabled()
         will_sync = is_training and self.require_backward_grad_sync
@@ -548,7 +546,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         # The order is that of `_pre_forward`, forward, `_post_forward` and backward on the ranks with data.
         self._sync_layers.open(has_batch=False)
         if self.will_sync_module_buffers():
-            self._sync_buffers(after_forward=False, src=self._agree(-1))
+            self._model_sync.sync_buffers(src=self._agree(-1))
         self.require_forward_param_sync = bool(self._agree(0))  # whether some rank's backward will be synchronised
         self._sync_layers.end_forward(backward_follows=False)
         self._sync_layers.end_backward()
@@ -580,9 +578,6 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
     def will_sync_module_buffers(self) -> bool:
         """Return whether the next ``forward`` synchronises buffers."""
         return self.require_forward_param_sync and self.forward_sync_buffers and self._model_sync.find_buffers()
-
-    def _sync_buffers(self, *, after_forward: bool, src: int) -> None:
-        self.reducer.post_backward += self._model_sync.sync_buffers(after_forward=after_forward, src=src)
 
     def _notify_joined_ranks(self) -> None:
         """Notify ranks without data that another step begins. Collective: every rank of a ``join()``."""
@@ -785,18 +780,6 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
     def _get_active_ddp_module(cls) -> nn.Module | None:
         """Return the active module: torch.compile calls this on the class that has torch's name."""
         return cls._active_ddp_module or torch_internals.active_ddp_module()
-
-    def _default_broadcast_coalesced(
-        self, bufs: Sequence[Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
-    ) -> None:
-        """Broadcast buffers; for buffer hooks that extend the default. Collective: every rank."""
-        tensors = list(self._model_sync.named_buffers().values()) if bufs is None else bufs
-        collectives.broadcast_coalesced(tensors, group=self.process_group, src=authoritative_rank)
-
-    def _register_buffer_comm_hook(self, state: object, hook: setup.BufferHook, comm_hook_location: Any = None) -> None:
-        """Let ``hook(state, named_buffers)`` synchronise buffers; ``comm_hook_location`` is torch's enum."""
-        after_forward = comm_hook_location is None or comm_hook_location.name == "POST_FORWARD"
-        self._model_sync.buffer_hook = hook, state, after_forward
 
     def _get_ddp_logging_data(self) -> dict[str, str | int]:
         """Return those of torch's keys that libraries read."""
