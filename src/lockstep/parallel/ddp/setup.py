@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from lockstep.comm.collectives import Group, RepeatedBroadcast, backend_name, broadcast_coalesced, sums_sparse_tensors
 from lockstep.errors import ConfigurationError
-from lockstep.parallel.compression import check_method
 from lockstep.parallel.consistency import check_models_agree
 from lockstep.parallel.ddp.buckets import DEFAULT_CAP_BYTES, FIRST_CAP_BYTES, MIB
 from lockstep.parallel.module_io import Registered
@@ -146,24 +145,6 @@ def buffer_policy(broadcast_buffers: bool | None, forward_sync_buffers: bool | N
     if forward_sync_buffers is not None:
         return True, forward_sync_buffers
     return (True, True) if broadcast_buffers is None else (broadcast_buffers, broadcast_buffers)
-
-
-def choose_compression(compression: str | None, wire_dtype: Any) -> str | None:
-    """Return how gradients are compressed, from ``compression`` and its older name ``wire_dtype``.
-
-    Raises:
-        ConfigurationError: There is no such method, or both are given.
-    """
-    if wire_dtype is not None:
-        if compression is not None:
-            raise ConfigurationError(
-                f"Both compression={compression!r} and wire_dtype={wire_dtype} are given.\nLeave wire_dtype out."
-            )
-        warnings.warn("`wire_dtype` is deprecated. Use `compression='bf16'` or 'fp16'.", FutureWarning, stacklevel=3)
-        compression = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(wire_dtype, wire_dtype)
-    if compression is not None:
-        check_method(compression)
-    return compression
 
 
 def check_batch_norms(module: nn.Module, device_type: str) -> None:

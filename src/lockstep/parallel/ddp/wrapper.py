@@ -22,7 +22,7 @@ from lockstep.containers import find_tensors, hook_tensors
 from lockstep.errors import ConfigurationError
 from lockstep.parallel import module_io
 from lockstep.parallel.compile import leave_all_uncompiled, leave_uncompiled
-from lockstep.parallel.compression import CompressedMean, make_reduction
+from lockstep.parallel.compression import CompressedMean, check_method, make_reduction
 from lockstep.parallel.consistency import Buffers, refuse_difference, replica_of
 from lockstep.parallel.ddp import bucket_events, bucket_gradients, comm_hooks, setup
 from lockstep.parallel.ddp.buckets import FIRST_CAP_BYTES, MIB, BucketSet, WrappedParameters
@@ -71,7 +71,6 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         bucket_cap_mb_list: One size per bucket, the last for all that follow.
         batched_grad_copy: Accepted; gradients are always copied a bucket at a time.
         forward_sync_buffers: Broadcast buffers before each ``forward``; they are always broadcast at construction.
-        wire_dtype: Deprecated: ``torch.bfloat16`` and ``float16`` are ``compression="bf16"`` and ``"fp16"``.
         compression: How float32 and float64 gradients are sent between ranks: rounded to ``"bf16"`` or ``"fp16"``; as
             integers with error feedback, ``"int8"`` or ``"int4"``; as products of narrow matrices with error feedback,
             ``"powersgd:RANK"``. For slow networks; see docs/speed.md. None: not compressed.
@@ -113,7 +112,6 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         bucket_cap_mb_list: list[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
-        wire_dtype: torch.dtype | str | None = None,
         compression: str | None = None,
     ) -> None:
         nn.Module.__init__(self)
@@ -142,7 +140,9 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         self.static_graph = static_graph
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.mixed_precision = None
-        self.compression = setup.choose_compression(compression, wire_dtype)
+        self.compression = compression
+        if compression is not None:
+            check_method(compression)
         can_overlap = collectives.reduces_on_its_own(self.process_group, self.device)
         self._bucket_caps_bytes = setup.bucket_caps_bytes(
             bucket_cap_mb, bucket_cap_mb_list, can_overlap=can_overlap, is_compressed=self.compression is not None
@@ -761,11 +761,6 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         self._num_good_checks += 1
 
     # --- private and deprecated names of torch's class that libraries and torch's own tools use -----------------------
-
-    @property
-    def wire_dtype(self) -> torch.dtype | None:
-        """Older name for ``compression`` if it is a dtype."""
-        return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.compression or "")
 
     @property
     def broadcast_buffers(self) -> bool:
