@@ -436,9 +436,6 @@ def _means(parts: Sequence[dict[str, list[float]]]) -> dict[str, float]:
     tree, means = ReductionTree(len(parts)), {}
     for name in dict.fromkeys(name for part in parts for name in part):  # a rank without samples has no names
         pairs = [part.get(name, [0.0, 0.0]) for part in parts]
-        total, count = (
-            tree.combine({range(leaf, leaf + 1): pair[column] for leaf, pair in enumerate(pairs)}, float.__add__)
-            for column in (0, 1)
-        )
+        total, count = map(tree.total, zip(*pairs, strict=True))
         means[name] = total / count if count else math.nan
     return means
