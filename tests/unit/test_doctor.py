@@ -53,7 +53,7 @@ SOUND = {
         disk_problem="",
         filesystem="ext4",
         free_bytes=100 * GIB,
-        task=machine.TaskFacts("net", 64, 4, 1000, False, (), 4 * MIB, 4 * MIB),
+        task=machine.TaskFacts("net", 64, 4, 1000, (), 4 * MIB, 4 * MIB),
         environ={"NCCL_DEBUG": "WARN", "PATH": "/usr/bin"},
     ),
     "network": network.Network(
@@ -68,7 +68,7 @@ SOUND = {
         port_problem="",
     ),
     "job": network.Job(PLAN, (VERSIONS, VERSIONS), Link(1.1e9)),
-    "task": machine.TaskFacts("net", 64, 4, 1000, False, (), 4 * MIB, 4 * MIB),
+    "task": machine.TaskFacts("net", 64, 4, 1000, (), 4 * MIB, 4 * MIB),
 }
 CPU_HEAVY = replace(SOUND["task"], weight_bytes=8 * GIB, trained_bytes=8 * GIB)
 GPU_PLAN = replace(ALONE, on_gpus=True)
@@ -201,8 +201,6 @@ FAULTS = [
     ),
     ("machine", {"filesystem": "tmpfs"}, "checkpoint-folder", WRONG, ". is in memory (tmpfs)."),
     ("machine", {"environ": {"CUDA_LAUNCH_BLOCKING": "1"}}, "debug-switch", SLOW, "CUDA_LAUNCH_BLOCKING=1 is set."),
-    ("task", {"num_samples": 50}, "dataset-too-small", SLOW, "50 samples, fewer than a global batch of 64."),
-    ("task", {"num_samples": 1, "drop_last": True}, "dataset-too-small", HANG, "1 sample, fewer than"),
     ("task", {"batchnorms": ("a", "b")}, "batchnorm-not-synchronised", NOTE, "2 BatchNorm layers (a, b)"),
     (
         "task",

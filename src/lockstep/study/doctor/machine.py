@@ -47,7 +47,6 @@ class TaskFacts:
         global_batch_size: Samples of a step on all devices.
         world_size: Number of devices.
         num_samples: Size of the data set; ``None`` for a stream, or if the data set was not built.
-        drop_last: Whether an incomplete last batch is left out.
         batchnorms: Names of the BatchNorm layers that are not synchronised.
         weight_bytes: Size of parameters and buffers; 0 if the model was not built.
         trained_bytes: Size of the trained parameters.
@@ -57,7 +56,6 @@ class TaskFacts:
     global_batch_size: int
     world_size: int
     num_samples: int | None = None
-    drop_last: bool = False
     batchnorms: Sequence[str] = ()
     weight_bytes: int = 0
     trained_bytes: int = 0
@@ -66,11 +64,6 @@ class TaskFacts:
     def share(self) -> int:
         """Samples of each device in a step; the largest number if they differ."""
         return -(-self.global_batch_size // self.world_size)
-
-    @property
-    def largest_batch(self) -> int:
-        """The largest global batch that the data set fills."""
-        return max(self.world_size, self.num_samples or 0)
 
     @property
     def seen(self) -> dict[str, str]:
@@ -113,7 +106,7 @@ def read_task(spec: str, plan: Plan, *, limit_s: float = LIMIT_S) -> tuple[TaskF
 
 
 def _own_facts(task: Task) -> dict[str, Any]:
-    return {"name": task.name, "global_batch_size": task.global_batch_size, "drop_last": task.drop_last}
+    return {"name": task.name, "global_batch_size": task.global_batch_size}
 
 
 class _NoDraws(TorchFunctionMode):
@@ -153,18 +146,6 @@ def _data_facts(task: Task) -> dict[str, Any]:
 
 
 _PARTS = {"the task": _own_facts, "the model of the task": _model_facts, "the data set of the task": _data_facts}
-
-
-@check(TaskFacts, Severity.SLOW)
-@cost("Each epoch is one step, in which devices have little or no work; with drop_last the run fails at the start.")
-@fix("Use a smaller global batch.")
-@paste("lockstep train TASK.py --global-batch-size {largest_batch}")
-def dataset_too_small(facts: TaskFacts) -> Iterator[Problem]:
-    """The data set has fewer samples than one global batch."""
-    if facts.num_samples is not None and facts.num_samples < facts.global_batch_size:
-        samples = plural(facts.num_samples, "sample")
-        found = f"The data set has {samples}, fewer than a global batch of {facts.global_batch_size}."
-        yield Problem(found, severity=Severity.HANG if facts.drop_last else Severity.SLOW)
 
 
 @check(TaskFacts, Severity.NOTE)
