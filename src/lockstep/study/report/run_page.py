@@ -59,7 +59,7 @@ class Report(Shown):
             # The first one is a part of the summary above.
             "advice": _listing("What else to change", [each.text for each in view.advice[1:_MOST_TEXTS]]),
             "plots": "".join(plots),
-            "tables": _folded([recoveries_table(view), ranks_table(view), _events(view)]),
+            "tables": _folded([ranks_table(view), events_table(view)]),
             "costs": _listing("What it used", self.costs),
             "about": _folded([about_table(view, baseline)]),
         }
@@ -155,32 +155,13 @@ def recoveries(view: View) -> list[Event]:
 
 
 def recovery_texts(view: View) -> list[str]:
-    """Return sentences about the newest recoveries; the table has all."""
+    """Return sentences about the newest recoveries; the table of events has all, with their causes."""
     texts = [event.text.splitlines()[:1] for event in recoveries(view)]
     return [f"Recovery {number}: {' '.join(text)}." for number, text in enumerate(texts, 1)][-_MOST_TEXTS:]
 
 
-def recoveries_table(view: View) -> Table:
-    """Return a row for each recovery, by the numbers that the drawing has."""
-    rows = []
-    for number, event in enumerate(recoveries(view), 1):
-        # As `record_recovery` joins them; lines of a traceback may follow.
-        text, newline, cause = event.text.partition("\n")
-        why, _, copied = text.rpartition("; ")
-        rows.append(
-            [
-                str(number),
-                str(event.step),
-                f"{event.seconds or 0.0:.2f}",
-                copied.partition(" ")[0],
-                why + newline + cause,
-            ]
-        )
-    columns = ["", "after step", "seconds from the loss", "bytes copied", "who, and why"]
-    return Table("Recoveries", columns, rows[-_MOST_EVENTS:], numbers=columns[1:4])
-
-
-def _events(view: View) -> Table:
+def events_table(view: View) -> Table:
+    """Return a row for each of the last events."""
     events = view.run.events
     left_out = f" (the last {_MOST_EVENTS} of {len(events)})" if len(events) > _MOST_EVENTS else ""
     rows = []
