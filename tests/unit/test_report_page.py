@@ -102,7 +102,7 @@ def lost(number):
     )
 
 
-def test_recoveries_stand_in_the_summary_the_table_and_the_drawing(tmp_path):
+def test_recoveries_stand_in_the_summary_and_the_table(tmp_path):
     cause = '\n  File "train.py", line 3, in step\n    x; y'
     events = [event_line("recovery", lost(number) + cause, number, 0.61) for number in range(10, 18)]
     found = Report(view_run(write_run(tmp_path / "run", [[*steps(), *events[:7]], [*steps(), *events]])))
@@ -110,10 +110,7 @@ def test_recoveries_stand_in_the_summary_the_table_and_the_drawing(tmp_path):
     assert told == [f"Recovery {number}: {lost(number + 9)}." for number in range(3, 9)]
     table = run_page.events_table(found.view)
     assert len(table.rows) == 8 and table.rows[0][1:] == ["10", "recovery", "0.61 s", lost(10) + cause]
-    page = found.page
-    drawing = re.search("<figure><figcaption>Recoveries</figcaption>.*?</figure>", page, re.DOTALL)[0]
-    assert " ".join(told) in unescape(drawing)
-    assert [drawing.count(f">{text}</text>") for text in (*range(1, 9), "rank 0", "rank 1", "step")] == [1] * 11
+    assert lost(10) in unescape(found.page)
     without = Report(view_run(write_run(tmp_path / "without", [steps()])))
     assert "Recover" not in "".join((*without.sentences, without.page))
 
