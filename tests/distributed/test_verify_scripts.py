@@ -41,7 +41,6 @@ OTHERS_WRONG = {
     "penalty_once_per_rank": (Cause.TERM, "gradients differ by 0.002 times the weights"),
     "ema_on_rank_zero": (Cause.BUFFERS, "differs between the ranks at step 1"),
     "files_shuffled_unseeded": (Cause.DATA, "23 of 30 samples are others"),
-    "plateau_on_local_loss": (Cause.RATES, "on rank 1"),
     "loaded_on_rank_zero": (Cause.MODEL, "on rank 1"),
     "never_broadcast": (Cause.MODEL, "initial parameter 0.weight on rank 1"),
     "local_negatives": (Cause.COUPLED, "are not parts of its loss"),
@@ -100,12 +99,18 @@ def test_a_script_without_an_error_is_the_same_run(name):
     assert (found.same, found.apart_from) == (not apart_from, apart_from), found
 
 
+@pytest.mark.soak
+def test_a_schedule_that_follows_a_local_evaluation_has_two_causes():
+    found = verified("plateau_on_local_loss")
+    assert [each.cause for each in found.findings] == [Cause.RATES, Cause.EVALUATION]
+
+
 def test_three_ranks_divide_a_batch_that_one_cannot():
     assert verified("lockstep_weighted", 3).same
 
 
 def test_all_scripts_are_tested():
-    tested = {*WRONG, *OTHERS_WRONG, *SOUND, *OTHERS_SOUND, "other_order_alone"}
+    tested = {*WRONG, *OTHERS_WRONG, *SOUND, *OTHERS_SOUND, "other_order_alone", "plateau_on_local_loss"}
     assert tested == {path.stem for path in SCRIPTS.glob("*.py")}
 
 

@@ -95,7 +95,8 @@ def verify_script(
         return replace(result, subject=replace(subject, steps=_numbers(one, [one])))
     comparison = _compare(one, ranks)
     findings, rows, apart_from = list(_structural(one, ranks)), [], dict[str, Diagnosis]()
-    off = ["random"] * any(step.draws for step in one.steps) + ["batchnorm"] * bool(one.norms)
+    draws = one.is_augmented or any(step.draws for step in one.steps)
+    off = ["random"] * draws + ["batchnorm"] * bool(one.norms)
     if off and not comparison.same:
         # A script without errors differs in these, and they would hide errors.
         (clean, *_), _ = runs.run(1, *off)
@@ -136,10 +137,11 @@ def verify_script(
 def _by_design(off: Sequence[str], one: ScriptTrace) -> Iterator[tuple[str, Diagnosis]]:
     """Yield what makes the runs differ, if they are the same without it, each with its diagnosis."""
     if "random" in off:
-        draws = ", ".join(one.draws)
         is_dropout = all("bernoulli" in draw or "dropout" in draw for draw in one.draws)
-        what = "dropout masks" if is_dropout else "random numbers in the training"
-        yield what, _diagnosis(Cause.RANDOM, f"Each rank draws its own random numbers ({draws}).")
+        what = "dropout masks" if is_dropout else "random numbers in forward"
+        draws = ", ".join(one.draws) or "in the data set"
+        found = _diagnosis(Cause.RANDOM, f"Each rank draws its own random numbers ({draws}).")
+        yield what if one.draws else "random augmentation", found
     if "batchnorm" in off:
         norms = ", ".join(one.norms[:3])
         evidence = f"Each rank normalises with the mean and variance of its own samples ({norms})."
@@ -339,7 +341,8 @@ def _of_ranks(ranks: Sequence[ScriptTrace], norms: Collection[str]) -> Iterator[
             how = ": forward was called on the module in the wrapper, or backward in no_sync" * steps[0].bypassed
             text = f"The gradient of {unequal[0]} differs between the ranks at the update of step {number}{how}."
             yield _diagnosis(Cause.UNREDUCED, text)
-        if not unequal and not starts and (names := _unequal(steps, "parameter")):
+        has_same = not unequal and not starts and all(step.rates == steps[0].rates for step in steps)
+        if has_same and (names := _unequal(steps, "parameter")):
             text = f"{names[0]} differs between the ranks after the update of step {number}, its gradient does not."
             yield _diagnosis(Cause.UPDATE, text)
         if len({step.before_clipping for step in steps}) > 1 and not unequal:

@@ -180,7 +180,7 @@ class ScriptRecorder:
         self._is_half = self._is_augmented = False
         self._passes: list[Pass] = []
         self._epochs: Counter[int] = Counter()  # passes that train, by id of the data set
-        self._num_late = 0
+        self._num_late, self._has_loaded = 0, False
         self._updates: Counter[int] = Counter()  # by id of the optimizer
         self._order: dict[int, int] = {}  # of the parameters that were updated, by id
         self._owned: dict[str, Tensor] = {}  # by the optimizer that updates now
@@ -373,7 +373,7 @@ class ScriptRecorder:
                 self._norms.add(name)
         device = parameters[0].device.type
         self._is_half |= torch.is_autocast_enabled(device) or parameters[0].dtype.itemsize < 4
-        if not self._fetched:  # the script makes its batches by itself
+        if not self._epochs and not self._fetched:  # the script makes its batches by itself
             self._inputs += _row_digests(inputs)
 
     def _before_backward(self, tensors: Any, *_args: Any, **_kwargs: Any) -> None:
@@ -406,6 +406,13 @@ class ScriptRecorder:
         if self._num_open_steps > 1 or self._num_late:  # an optimizer may call another
             return
         self._note_draws()
+        if self._epochs and not self._has_loaded:
+            # What it has trained before, without a loader, may be a step of the preparation, on one rank only.
+            self._has_loaded = True
+            for each in (self._steps, self._initial, self._updates):
+                each.clear()
+            for found in self._passes:
+                found.num_before = 0
         owned = {id(each): each for group in optimizer.param_groups for each in group["params"]}
         for parameter in owned:
             self._order.setdefault(parameter, len(self._order))
