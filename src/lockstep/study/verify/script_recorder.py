@@ -409,8 +409,9 @@ class ScriptRecorder:
         if self._epochs and not self._has_loaded:
             # What it has trained before, without a loader, may be a step of the preparation, on one rank only.
             self._has_loaded = True
-            for each in (self._steps, self._initial, self._updates):
-                each.clear()
+            self._steps.clear()
+            self._initial.clear()
+            self._updates.clear()
             for found in self._passes:
                 found.num_before = 0
         owned = {id(each): each for group in optimizer.param_groups for each in group["params"]}
