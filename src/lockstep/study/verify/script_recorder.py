@@ -21,9 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
+from lockstep.comm.fully_shard import is_sharded
 from lockstep.containers import find_tensors
 from lockstep.data.loader import HasEpochs
 from lockstep.data.order import mix, seed_cpu
+from lockstep.errors import ConfigurationError
 from lockstep.study.verify.fingerprint import Fingerprint, ModelFingerprint, StepTrace, Trace, fingerprint, read_rates
 from lockstep.study.verify.interventions import NoBatchStatistics, Watch, is_batch_norm
 from lockstep.telemetry.instrument import Instrument, in_backward
@@ -415,6 +417,10 @@ class ScriptRecorder:
             for found in self._passes:
                 found.num_before = 0
         owned = {id(each): each for group in optimizer.param_groups for each in group["params"]}
+        if any(map(is_sharded, owned.values())):
+            raise ConfigurationError(
+                "verify compares whole parameters, and this script shards them.\nVerify it without fully_shard."
+            )
         for parameter in owned:
             self._order.setdefault(parameter, len(self._order))
         named = _tensors(self._order, optimizer)
