@@ -287,7 +287,14 @@ def _of_samples(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> Iterator[Diag
             yield _diagnosis(Cause.SAMPLER, evidence)
         elif never:
             yield _diagnosis(Cause.DATA, f"In an epoch, {never} of {len(wanted)} samples are on no rank.")
-    if sample := compare_traces(one, ranks).of_kind("sample"):
+    sample = compare_traces(one, ranks).of_kind("sample")
+    if sample and sum(parts) == whole and any(True for _ in _passes(one, ranks)):
+        evidence = f"In an epoch, the ranks use each sample as often as one process, in another order: {sample}."
+        advice = (
+            "Use the DistributedSampler, or lockstep.prepare, on one rank, too: it has the same order on any number."
+        )
+        yield Diagnosis(Cause.DATA, evidence, advice)
+    elif sample:
         yield _diagnosis(Cause.DATA, f"The ranks do not train on what one process trains on: {sample}.")
 
 
