@@ -143,18 +143,6 @@ def test_one_message_a_bucket_in_the_narrow_dtype(ranks):
     assert ranks(2)(messages) == [[(torch.bfloat16, 1016 + 2 + 4)]] * 2
 
 
-def old_name(world):
-    with pytest.warns(FutureWarning, match=r"`wire_dtype` is deprecated. Use `compression='bf16'`"):
-        model = lockstep.DistributedDataParallel(torch.nn.Linear(1, 1), wire_dtype=torch.bfloat16)
-    assert (model.compression, model.wire_dtype) == ("bf16", torch.bfloat16)
-    with pytest.raises(ConfigurationError, match=r"Both compression='int8' and wire_dtype=fp16 are given"):
-        lockstep.DistributedDataParallel(torch.nn.Linear(1, 1), wire_dtype="fp16", compression="int8")
-
-
-def test_the_old_name_is_understood(ranks):
-    ranks(1)(old_name)
-
-
 def with_a_hook(world):
     model = lockstep.DistributedDataParallel(torch.nn.Linear(1, 1), compression="bf16")
     model.register_comm_hook(None, default_hooks.allreduce_hook)

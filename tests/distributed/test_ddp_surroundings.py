@@ -169,22 +169,22 @@ def other_buffer(world):
         pytest.param(
             other_shape,
             3,
-            "The models differ between ranks: parameter 1.weight on rank 0 is float32[3, 2] with strides [2, 1], "
-            "but parameter 1.weight on rank 2 is float32[4, 2] with strides [2, 1].",
+            "The models differ between ranks: rank 0 has parameter 1.weight of float32[3, 2] with strides [2, 1], "
+            "where rank 2 has parameter 1.weight of float32[4, 2] with strides [2, 1].",
             id="shape",
         ),
         pytest.param(
             extra_layer,
             2,
-            "The models differ between ranks: rank 0 has 2 parameters and buffers, rank 1 has 4; "
-            "parameter 1.weight exists on rank 1 alone.",
+            "The models differ between ranks: rank 0 has nothing more, "
+            "where rank 1 has parameter 1.weight of float32[2, 2] with strides [2, 1].",
             id="number",
         ),
         pytest.param(
             other_buffer,
             2,
-            "The models differ between ranks: buffer count on rank 0 is float32[1] with strides [1], "
-            "but buffer count on rank 1 is int64[1] with strides [1].",
+            "The models differ between ranks: rank 0 has buffer count of float32[1] with strides [1], "
+            "where rank 1 has buffer count of int64[1] with strides [1].",
             id="buffer",
         ),
     ],
@@ -435,8 +435,8 @@ def test_a_buffer_that_grows_otherwise_on_another_rank_is_named(ranks):
         assert isinstance(outcome.error, ModelMismatch)
         first, second = str(outcome.error).splitlines()
         assert first == (
-            "The models differ between ranks: buffer mask on rank 0 is float32[2] with strides [1], "
-            "but buffer mask on rank 1 is float32[3] with strides [1]."
+            "The models differ between ranks: rank 0 has buffer mask of float32[2] with strides [1], "
+            "where rank 1 has buffer mask of float32[3] with strides [1]."
         )
         assert second.startswith("Buffers have changed since the model was wrapped;")
 
@@ -454,7 +454,9 @@ def test_layers_in_another_order_are_an_error_on_every_rank(ranks, kind):
 
     for outcome in ranks(2).each(body):
         assert isinstance(outcome.error, ModelMismatch)
-        assert f"rank 0 has {kind} left where rank 1 has right." in str(outcome.error)
+        assert f"rank 0 has {kind} left of float32[2] with strides [1], where rank 1 has {kind} right of" in str(
+            outcome.error
+        )
 
 
 def test_shared_and_compiled_layers_have_other_names(ranks):

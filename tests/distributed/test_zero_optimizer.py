@@ -381,7 +381,7 @@ def test_ranks_that_differ_are_refused_on_all(ranks):
     outcomes = ranks(2).each(sizes)
     assert all(isinstance(outcome.error, ModelMismatch) for outcome in outcomes)
     assert str(outcomes[0].error).startswith(
-        "The models differ between ranks: parameter 0 of the optimizer on rank 0 is float32[3, 3]"
+        "The models differ between ranks: rank 0 has parameter 0 of the optimizer of float32[3, 3] with strides "
     )
 
     def groups(world):

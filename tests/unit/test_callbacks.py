@@ -25,12 +25,12 @@ def with_methods(*names):
         ),
         (
             with_methods("on_start", "on_train_batch_end"),
-            "No run calls on_train_batch_end of the callback Mine.\nDid you mean on_step_end? "
+            "No run calls on_train_batch_end of the callback Mine.\n"
             "There are on_start, on_step_end, on_evaluation, on_checkpoint, on_end.",
         ),
         (
             with_methods("on_evaluatoin"),
-            "No run calls on_evaluatoin of the callback Mine.\nDid you mean on_evaluation? "
+            "No run calls on_evaluatoin of the callback Mine.\n"
             "There are on_start, on_step_end, on_evaluation, on_checkpoint, on_end.",
         ),
     ],

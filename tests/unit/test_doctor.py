@@ -50,12 +50,10 @@ SOUND = {
         available_bytes=64 * GIB,
         shm_bytes=16 * GIB,
         shm_free_bytes=16 * GIB,
-        no_library=None,
-        open_files=65536,
         disk_problem="",
         filesystem="ext4",
         free_bytes=100 * GIB,
-        task=machine.TaskFacts("net", 64, 4, 1000, False, (), 4 * MIB, 4 * MIB),
+        task=machine.TaskFacts("net", 64, 4, 1000, (), 4 * MIB, 4 * MIB),
         environ={"NCCL_DEBUG": "WARN", "PATH": "/usr/bin"},
     ),
     "network": network.Network(
@@ -70,7 +68,7 @@ SOUND = {
         port_problem="",
     ),
     "job": network.Job(PLAN, (VERSIONS, VERSIONS), Link(1.1e9)),
-    "task": machine.TaskFacts("net", 64, 4, 1000, False, (), 4 * MIB, 4 * MIB),
+    "task": machine.TaskFacts("net", 64, 4, 1000, (), 4 * MIB, 4 * MIB),
 }
 CPU_HEAVY = replace(SOUND["task"], weight_bytes=8 * GIB, trained_bytes=8 * GIB)
 GPU_PLAN = replace(ALONE, on_gpus=True)
@@ -84,7 +82,6 @@ def second_rank(**changed):
 
 FAULTS = [
     ("machine", {"num_usable": 0, "torch_cuda": None}, "gpu-unusable", SLOW, "it has no CUDA"),
-    ("machine", {"num_usable": 2}, "gpus-too-few", HANG, "4 ranks on this machine, but torch finds 2 GPUs."),
     ("machine", {"gpus": (BUSY,)}, "gpu-busy", SLOW, "GPU 1 has 30.0 GiB of 80.0 GiB in use already."),
     (
         "network",
@@ -187,15 +184,7 @@ FAULTS = [
         NOTE,
         "/dev/shm has 64 KiB free of 64 KiB",
     ),
-    (
-        "machine",
-        {"no_library": "it was not built"},
-        "shared-memory-library",
-        SLOW,
-        "is not available: it was not built.",
-    ),
     ("machine", {"task": CPU_HEAVY}, "memory-small", HANG, "4 ranks need at least 129.0 GiB"),
-    ("machine", {"open_files": 200}, "open-files", HANG, "A process may have 200 files open; a rank of this run needs"),
     (
         "machine",
         {"free_bytes": 11 * MIB},
@@ -212,8 +201,6 @@ FAULTS = [
     ),
     ("machine", {"filesystem": "tmpfs"}, "checkpoint-folder", WRONG, ". is in memory (tmpfs)."),
     ("machine", {"environ": {"CUDA_LAUNCH_BLOCKING": "1"}}, "debug-switch", SLOW, "CUDA_LAUNCH_BLOCKING=1 is set."),
-    ("task", {"num_samples": 50}, "dataset-too-small", SLOW, "50 samples, fewer than a global batch of 64."),
-    ("task", {"num_samples": 1, "drop_last": True}, "dataset-too-small", HANG, "1 sample, fewer than"),
     ("task", {"batchnorms": ("a", "b")}, "batchnorm-not-synchronised", NOTE, "2 BatchNorm layers (a, b)"),
     (
         "task",
@@ -280,7 +267,6 @@ def test_this_machine_is_read(tmp_path, monkeypatch):
     assert (found.threads, found.threads_from) == (3, "OMP_NUM_THREADS")
     assert 0 < found.usable <= found.logical
     assert found.shm_bytes == 0 < found.available_bytes
-    assert found.open_files > 0
     assert found.disk_problem == ""
     assert found.free_bytes > 0
     assert list(tmp_path.iterdir()) == []
@@ -454,9 +440,9 @@ sys.exit(main(["doctor", "--devices", "100000", "--json"]))
 
 
 def test_a_finding_is_explained(capsys):
-    assert main(["doctor", "--explain", "open-files"]) == 0
+    assert main(["doctor", "--explain", "disk-full"]) == 0
     out = capsys.readouterr().out
-    (check,) = [check for check in CHECKS if check.finding.kind == "open-files"]
+    (check,) = [check for check in CHECKS if check.finding.kind == "disk-full"]
     assert out.startswith(inspect.getdoc(check.function).partition("\n")[0].replace("``", "`") + "\n")
     assert out.endswith(f"\n\n{check.finding.cost} {check.finding.fix}\n")
     assert main(["doctor", "--explain", "files"]) == 2

@@ -4,6 +4,7 @@ import itertools
 import os
 import pickle
 import sys
+import tempfile
 import threading
 import time
 
@@ -471,3 +472,19 @@ def test_a_cache_that_is_too_small_for_the_windows_is_refused(tmp_path):
         path = f"{tmp_path}/rows/*.parquet"
         lockstep.ShardedDataset(path, window=1, cache_dir=tmp_path, cache_bytes=9).make_order(8, 0, drop_last=False)
     assert str(error.value).startswith("cache_bytes=9 is too small: 8 windows of 1 samples have about ")
+
+
+def test_a_default_cache_of_another_user_is_refused(tmp_path, monkeypatch):
+    pattern = write_shards(tmp_path / "data", "tar")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    uid = os.getuid()
+    lockstep.ShardedDataset(pattern)
+    monkeypatch.setattr(os, "getuid", lambda: uid + 1)
+    (tmp_path / f"lockstep-shards-{uid}").rename(tmp_path / f"lockstep-shards-{uid + 1}")
+    with pytest.raises(ConfigurationError, match=r"belongs to another user.\nName another folder as cache_dir."):
+        lockstep.ShardedDataset(pattern)
+
+
+def test_a_cache_that_was_named_may_belong_to_another_user(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "getuid", lambda: -1)
+    assert len(lockstep.ShardedDataset(write_shards(tmp_path / "data", "tar"), cache_dir=tmp_path)) == NUM_SAMPLES

@@ -293,7 +293,7 @@ def verify(
 def doctor(target: str | None, as_json: bool, kind: str | None, **planned: Any) -> int:
     """Say before a run what will hang, falsify or slow it, with the fix to paste.
 
-    Examines devices, network interfaces, host name, port, shared memory, cores, threads, limits, disk space and
+    Examines devices, network interfaces, host name, port, shared memory, cores, threads, disk space and
     versions; a task by building its model without memory. Takes under ten seconds, and lists what it could not see.
     It starts no script: record a run of it with lockstep run --monitor DIR, and look at that with lockstep report DIR.
 

@@ -580,8 +580,8 @@ def _own_slice(flat: Tensor, group: Group) -> Tensor:
     return flat[group.rank() * size : (group.rank() + 1) * size]
 
 
-def gather_states(state: Any, *, group: Group, device: torch.device, to: int | None) -> list[Any] | None:
-    """Return every rank's ``state``, by rank and on the CPU, to rank ``to`` (None: to all); other ranks get None.
+def gather_states(state: Any, *, group: Group, device: torch.device, to: int | None = None) -> list[Any]:
+    """Return every rank's ``state``, by rank and on the CPU, to rank ``to`` (None: to all); other ranks get none.
 
     Collective: every rank, in the same order. Blocks until complete.
 
@@ -605,4 +605,4 @@ def gather_states(state: Any, *, group: Group, device: torch.device, to: int | N
             file = io.BytesIO(data.cpu().numpy().tobytes())
             # Tensors, numbers and strings only: data from the network must not run code here.
             states.append(torch.load(file, map_location="cpu", weights_only=True))
-    return states if keeps else None
+    return states

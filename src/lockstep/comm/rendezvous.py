@@ -10,16 +10,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
-from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
-from torch.distributed import DistError, HashStore, Store, TCPStore
+from torch.distributed import DistError, HashStore, Store
 
 from lockstep.activity import format_ranks, in_time
-from lockstep.comm.store import USE_LIBUV, listen, read_present, serve_store
+from lockstep.comm.store import listen, open_store, read_present, serve_store
 from lockstep.env import AGENT_STORE, LAUNCHER_STORE, RankEnv, is_loopback
 from lockstep.errors import ConfigurationError, LockstepError, WorldSizeMismatch
 from lockstep.rank_files import RUN_DIR, FailureRecord, own_name
@@ -94,7 +92,7 @@ def _host(env: RankEnv, address: Address, timeout_s: float) -> Store:
         listener = listen(address[0] if loopback else "", address[1])
     except OSError as error:
         # Another process with rank zero may host it already: the membership check detects that.
-        store = _client(env, address, min(timeout_s, 3.0)) if error.errno == errno.EADDRINUSE else None
+        store = _client(address, min(timeout_s, 3.0)) if error.errno == errno.EADDRINUSE else None
         if store is not None:
             return store
         raise ConfigurationError(
@@ -103,7 +101,7 @@ def _host(env: RankEnv, address: Address, timeout_s: float) -> Store:
         ) from None
     # If the address is forwarded, the server's own machine may not reach the server at that address.
     here = listener.getsockname()[0] if loopback else "localhost"
-    store = serve_store(listener, here, timeout_s, one_user=loopback or one_machine, world_size=env.world_size)
+    store = serve_store(listener, here, timeout_s, one_user=loopback or one_machine)
     _hosted[address] = store
     return store
 
@@ -114,7 +112,7 @@ def _connect(env: RankEnv, address: Address, timeout_s: float, *, host: str) -> 
         try:
             # Tried before torch's own client, which logs every attempt.
             socket.create_connection(address, timeout=1.0).close()
-            store = _client(env, address, max(1.0, deadline - time.monotonic()))
+            store = _client(address, max(1.0, deadline - time.monotonic()))
             if store is not None:
                 return store
             reason = "a program that is not a torch.distributed store answers there"
@@ -132,15 +130,13 @@ def _connect(env: RankEnv, address: Address, timeout_s: float, *, host: str) -> 
         time.sleep(_RETRY_S)
 
 
-def _client(env: RankEnv, address: Address, timeout_s: float) -> Store | None:
+def _client(address: Address, timeout_s: float) -> Store | None:
     """Connect to the server, or return ``None`` if the program that answers there is not a store.
 
     torch's client waits without limit for a program that accepts connections but does not answer.
     """
-    limit = timedelta(seconds=timeout_s)
-    connect = partial(TCPStore, *address, env.world_size, is_master=False, timeout=limit, use_libuv=USE_LIBUV)
     with suppress(RuntimeError, TimeoutError):  # c10d's errors are RuntimeErrors
-        return in_time(timeout_s, connect)
+        return in_time(timeout_s, open_store, address, timeout_s)
     return None
 
 
@@ -185,7 +181,7 @@ def meeting_place(host: str | None, port: int, rank: int, world_size: int) -> tu
             "Remove the lines that set MASTER_ADDR and MASTER_PORT, or the init_method: the launcher has set them."
         )
     if is_rank and parent is None and size != "1" and JOINS not in env:
-        store = TCPStore(launcher_host, int(launcher_port), is_master=False, use_libuv=USE_LIBUV)
+        store = open_store((launcher_host, int(launcher_port)))
         key = f"lockstep/ports/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_num_meetings)}"
         first_rank, first_port = store.compare_set(key, "", f"{rank} {port}").decode().split()
         if first_port != str(port):

@@ -48,9 +48,7 @@ def start_store_server(address: str, timeout_s: float) -> tuple[Store, int]:
     return serve_store(listener, here, timeout_s, one_user=is_loopback(address)), port
 
 
-def serve_store(
-    listener: socket.socket, here: str, timeout_s: float, *, one_user: bool, world_size: int | None = None
-) -> Store:
+def serve_store(listener: socket.socket, here: str, timeout_s: float, *, one_user: bool) -> Store:
     """Serve a store at ``listener`` from now on; return a connection to it, at the address ``here``.
 
     Args:
@@ -58,15 +56,13 @@ def serve_store(
         here: The address at which this process reaches it.
         timeout_s: How long operations of this process may wait.
         one_user: Whether all clients run on this machine as this user: then other users are refused.
-        world_size: As in c10d's store.
     """
     # The port is read before the listener is handed over: afterwards it may be closed.
-    limit, port = timedelta(seconds=timeout_s), listener.getsockname()[1]
-    open_store = partial(TCPStore, here, port, world_size, timeout=limit, wait_for_workers=False, use_libuv=USE_LIBUV)
+    port = listener.getsockname()[1]
     if one_user:
         server = StoreServer(listener)
         with suppress(DistError):  # a later c10d may speak another protocol
-            store = open_store(is_master=False)
+            store = open_store((here, port), timeout_s)
             if store.add("lockstep/hosted", 1) == 1 and store.get("lockstep/hosted") == b"1":
                 weakref.finalize(store, server.close)
                 return store
@@ -74,7 +70,9 @@ def serve_store(
         server.thread.join()
         listener = listen(here, port)
     # A socket that is already bound: errors are then Python's own, and a local job is not open to the network.
-    return open_store(is_master=True, master_listen_fd=listener.detach())
+    limit, descriptor = timedelta(seconds=timeout_s), listener.detach()
+    how: dict[str, Any] = {"wait_for_workers": False, "master_listen_fd": descriptor, "use_libuv": USE_LIBUV}
+    return TCPStore(here, port, None, True, limit, **how)
 
 
 def listen(host: str, port: int) -> socket.socket:

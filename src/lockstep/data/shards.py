@@ -409,6 +409,8 @@ class ShardedDataset(Dataset[Any]):
         folder = Path(cache_dir or f"{tempfile.gettempdir()}/lockstep-shards-{os.getuid()}").absolute()
         self._cache = _PieceCache(folder / "pieces", cache_bytes)
         (folder / "pieces").mkdir(parents=True, exist_ok=True, mode=0o700)
+        if cache_dir is None and folder.stat().st_uid != os.getuid():  # everybody may write beside it
+            raise ConfigurationError(f"{folder} belongs to another user.\nName another folder as cache_dir.")
         version = json.dumps([columns, *((path, store.ukey(path)) for path in paths)])
         self._version = blake2b(version.encode(), digest_size=8).hexdigest()
         self._index = _load_index(folder / f"index-{self._version}.npz", store, paths, self._format)

@@ -21,7 +21,7 @@ from lockstep.torch_internals import ORIGINAL, NormBase, own_buffers, own_parame
 
 _ADVICE = (
     "Every rank must build the same model: check for code that depends on the rank, on local data (a vocabulary, "
-    "a number of classes) or on a checkpoint that only some ranks found."
+    "a number of classes), on a checkpoint that only some ranks found, or on the order of a set or of os.listdir()."
 )
 
 
@@ -88,36 +88,19 @@ def _each_once(named: Named) -> list[tuple[str, Tensor]]:
     return [(min(name.replace(f"{ORIGINAL}.", "") for name, _ in each), each[0][1]) for each in names.values()]
 
 
-def _describe_layout(kind: str, name: str, tensor: Tensor) -> tuple[str, str, str]:
+def _describe_layout(kind: str, name: str, tensor: Tensor) -> str:
     strides = list(tensor.stride()) if tensor.layout is torch.strided else []
     frozen = " frozen" if kind == "parameter" and not tensor.requires_grad else ""
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return kind, name, f"{dtype}{list(tensor.shape)} with strides {strides}{frozen}"
+    return f"{kind} {name} of {dtype}{list(tensor.shape)} with strides {strides}{frozen}"
 
 
-def _explain_mismatch(models: Sequence[Sequence[Sequence[str]]], advice: str) -> str:
+def _explain_mismatch(models: Sequence[Sequence[str]], advice: str) -> str:
     """Return the first difference to rank 0's model on any rank, given every rank's `_describe_layout`."""
-    reference = models[0]
     for rank, model in enumerate(models):
-        for ours, theirs in zip_longest(reference, model):
-            if ours is None or theirs is None:
-                (kind, name, _), owner = (ours, 0) if theirs is None else (theirs, rank)
-                return (
-                    f"The models differ between ranks: rank 0 has {len(reference)} parameters and buffers, rank {rank} "
-                    f"has {len(model)}; {kind} {name} exists on rank {owner} alone.\n{advice}"
-                )
-            if ours[0] == theirs[0] and ours[1] != theirs[1]:
-                return (
-                    f"The models differ between ranks: rank 0 has {ours[0]} {ours[1]} where rank {rank} has "
-                    f"{theirs[1]}. The ranks register their layers in different orders, or under different names.\n"
-                    "Register them in the same order on every rank: a set or os.listdir() has an order of its own in "
-                    "each process, so go through sorted(...)."
-                )
-            if (ours[0], ours[2]) != (theirs[0], theirs[2]):
-                return (
-                    f"The models differ between ranks: {ours[0]} {ours[1]} on rank 0 is {ours[2]}, "
-                    f"but {theirs[0]} {theirs[1]} on rank {rank} is {theirs[2]}.\n{advice}"
-                )
+        for ours, theirs in zip_longest(models[0], model, fillvalue="nothing more"):
+            if ours != theirs:
+                return f"The models differ between ranks: rank 0 has {ours}, where rank {rank} has {theirs}.\n{advice}"
     raise AssertionError("the models are alike")
 
 

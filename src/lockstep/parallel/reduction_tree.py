@@ -89,6 +89,10 @@ class ReductionTree:
         left, right = split(node)
         return add(self.combine(parts, add, root=left), self.combine(parts, add, root=right))
 
+    def total(self, numbers: Sequence[float]) -> float:
+        """Return the sum of a number for each leaf."""
+        return self.combine({range(leaf, leaf + 1): number for leaf, number in enumerate(numbers)}, float.__add__)
+
 
 @dataclass(frozen=True)
 class LeafPlacement:

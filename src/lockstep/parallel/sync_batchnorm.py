@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lockstep.accelerator import widest_dtype
 from lockstep.comm.collectives import Group, all_gather, all_reduce, default_group, is_initialized
-from lockstep.errors import CollectiveError, ConfigurationError, is_of_signal_handler
+from lockstep.errors import CollectiveError, ConfigurationError
 from lockstep.parallel.compile import keep_out_of_graphs
 from lockstep.torch_internals import BatchNorm, LazyNorm, check_batch_norm_input, has_kernel, submodules
 
@@ -181,9 +181,7 @@ class StatisticsExchange:
         """
         try:
             rows = all_gather(self._marked(vector), group=self._group)
-        except RuntimeError as error:
-            if is_of_signal_handler(error):
-                raise
+        except CollectiveError as error:
             raise self._error("forward", error) from error
         if (check or vector.is_cpu) and any(number != self._place.number for number in rows[:, -1].tolist()):
             raise self._error("forward", _ANOTHER_LAYER)
@@ -196,9 +194,7 @@ class StatisticsExchange:
         marked = self._marked(vector if unit == 1 else vector * unit)
         try:
             all_reduce(marked, group=self._group)
-        except RuntimeError as error:
-            if is_of_signal_handler(error):
-                raise
+        except CollectiveError as error:
             raise self._error("backward", error) from error
         if vector.is_cpu and float(marked[-1]) / self._group.size() != self._place.number:
             raise self._error("backward", _ANOTHER_LAYER)

@@ -229,12 +229,17 @@ class Instrument(ExitStack):
         forward, the communication hook with which it does the same from Python; torch cannot remove that again.
         """
         from lockstep.comm.collectives import Group, stock_comm_hooks
-        from lockstep.comm.shm.process_group import CpuProcessGroup
+        from lockstep.comm.shm.process_group import CpuProcessGroup, ShmProcessGroup
 
-        for kind in (Group, CpuProcessGroup):
+        for kind in (Group, CpuProcessGroup, ShmProcessGroup):
             for name in filter(_COLLECTIVE.match, list(vars(kind))):
-                self.before(kind, name, functools.partial(before, name))
 
+                def call(group: Any, *args: Any, _kind: Any = kind, _name: str = name, **kwargs: Any) -> None:
+                    # Once, if the method of a derived class calls this one.
+                    if _kind is next(each for each in type(group).__mro__ if _name in vars(each)):
+                        before(_name, group, *args, **kwargs)
+
+                self.before(kind, name, call)
         if not in_ddp:
             return
 

@@ -1,7 +1,5 @@
 """Evaluation that counts every sample exactly once, on any number of ranks."""
 
-import base64
-import io
 import math
 import random
 import sys
@@ -20,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset, Subset
 
 from lockstep.accelerator import default_device, widest_dtype
-from lockstep.comm.collectives import Group, all_gather_object, broadcast_coalesced
+from lockstep.comm.collectives import Group, broadcast_coalesced, gather_states
 from lockstep.containers import map_tensors
 from lockstep.data.comparison import check_same_samples, checksum
 from lockstep.data.loader import BadSample, LoadOptions, MicroBatch, Request, load, to_device
@@ -240,7 +238,7 @@ class Evaluator:
 
         self.skipped[:] = how.run(samples, act)
         mine = [{name: pair.tolist() for name, pair in part.items()} for part in sums.values()], self.metrics.end()
-        ranks: list[Any] = [mine] if how.group is None else all_gather_object(mine, group=how.group, device=how.device)
+        ranks = [mine] if how.group is None else gather_states(mine, group=how.group, device=how.device)
         means = _means([part for parts, _ in ranks for part in parts])
         return means | self.metrics.compute([each for _, found in ranks for each in found], is_trial=is_trial)
 
@@ -337,24 +335,19 @@ class _MetricStates:
             for attribute, value in self._kept.get(part, {}).get(name, {}).items():
                 setattr(metric, attribute, value)
 
-    def end(self) -> list[str]:
-        """Reset the metrics; return their states in each part of this rank, as text that can be sent."""
+    def end(self) -> list[tuple[int, dict[str, Any]]]:
+        """Reset the metrics; return their states in this rank's parts, on the CPU, each after its number of samples."""
         self.begin(-1)
-        texts, kept, sizes = [], self._kept, self._sizes
+        kept, sizes = map_tensors(self._kept, lambda tensor: tensor.detach().cpu()), self._sizes
         self._kept, self._sizes, self._part = {}, {}, None
-        for part, states in sorted(kept.items()):
-            file = io.BytesIO()
-            torch.save((sizes[part], map_tensors(states, lambda tensor: tensor.detach().cpu())), file)
-            texts.append(base64.b64encode(file.getvalue()).decode())
-        return texts
+        return [(sizes[part], states) for part, states in sorted(kept.items())]
 
-    def compute(self, texts: Sequence[str], *, is_trial: bool) -> dict[str, float]:
+    def compute(self, parts: Sequence[tuple[int, dict[str, Any]]], *, is_trial: bool) -> dict[str, float]:
         """Return the metrics, by name, of the states of all parts in their order; in a trial, those that have enough.
 
         Raises:
             ConfigurationError: One is not a single number, or its states cannot be combined.
         """
-        parts = [torch.load(io.BytesIO(base64.b64decode(text))) for text in texts]
         found = {}
         for name, metric in self._metrics.items():
             states = [(size, part[name]) for size, part in parts if name in part]
@@ -436,9 +429,6 @@ def _means(parts: Sequence[dict[str, list[float]]]) -> dict[str, float]:
     tree, means = ReductionTree(len(parts)), {}
     for name in dict.fromkeys(name for part in parts for name in part):  # a rank without samples has no names
         pairs = [part.get(name, [0.0, 0.0]) for part in parts]
-        total, count = (
-            tree.combine({range(leaf, leaf + 1): pair[column] for leaf, pair in enumerate(pairs)}, float.__add__)
-            for column in (0, 1)
-        )
+        total, count = map(tree.total, zip(*pairs, strict=True))
         means[name] = total / count if count else math.nan
     return means

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 import torch
 from torch import Tensor
 
-from lockstep.accelerator import check_count, is_on_meta
+from lockstep.accelerator import is_on_meta
 from lockstep.comm.collectives import is_initialized
 from lockstep.comm.fully_shard import whole
 from lockstep.comm.world import World, init
@@ -166,7 +166,6 @@ def fit(task: Task, keywords: _Keywords) -> FitResult:
     from lockstep.launcher.api import launch, raising_task_errors
 
     check_task(task, settings)
-    check_count(num_ranks)
     check_batch(task, settings, num_ranks)
     with raising_task_errors():
         result, weights, states = launch(_fit_in_rank, task, settings, devices=num_ranks)[0]

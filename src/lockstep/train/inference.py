@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from lockstep.accelerator import check_count
-from lockstep.comm.collectives import Group, all_gather, all_gather_object, is_initialized
+from lockstep.comm.collectives import gather_states, is_initialized
 from lockstep.comm.fully_shard import whole
 from lockstep.comm.world import World, init
 from lockstep.containers import find_tensors, map_tensors
@@ -145,10 +145,7 @@ def _inference(
 ) -> Iterator[tuple[Task, Inference]]:
     """Yield the task and its model with the weights, on the device of this rank. Collective: every rank."""
     opened = World.opened
-    with (
-        init() if opened is None else contextlib.nullcontext(opened) as world,
-        explaining_worker_failures(world.rank),
-    ):
+    with init() if opened is None else contextlib.nullcontext(opened) as world, explaining_worker_failures(world.rank):
         task, is_exact = prepare(task, world), settings.reproducible is not None
         model = build_model(task, world.device)
         if isinstance(weights, dict):
@@ -204,7 +201,8 @@ def _predict(
         template = map_tensors(found.pop(), lambda tensor: tensor[:0])
         how.run(dataset, act)
         mine = [torch.cat(rows) for rows in zip(*map(find_tensors, [template, *found]), strict=True)]
-        rows = iter(mine if how.group is None else [_gathered(tensor, how.group, how.device) for tensor in mine])
+        ranks = [mine] if how.group is None else gather_states(mine, group=how.group, device=how.device)
+        rows = map(torch.cat, zip(*ranks, strict=True))
         return map_tensors(template, lambda _: next(rows))
 
 
@@ -215,12 +213,3 @@ def _checked(num_samples: int, output: Tensor) -> Tensor:
             "Return one row for each sample from the model, or give forward=..., which does."
         )
     return output.cpu()
-
-
-def _gathered(mine: Tensor, group: Group, device: torch.device) -> Tensor:
-    """Return the rows of all ranks, in their order, on the CPU. Collective: every rank."""
-    sizes = all_gather_object(len(mine), group=group, device=device)
-    padded = mine.new_zeros(max(sizes), *mine.shape[1:])
-    padded[: len(mine)] = mine
-    parts = all_gather(padded.to(device), group=group).cpu()
-    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])

@@ -547,12 +547,7 @@ def _digest(state: Any) -> str:
 
 
 def exchange_state(
-    state: Mapping[str, Any],
-    source: int,
-    to: int,
-    group: Group,
-    device: torch.device,
-    refuse_cut: Callable[[], None],
+    state: Mapping[str, Any], source: int, to: int, group: Group, device: torch.device, refuse_cut: Callable[[], None]
 ) -> tuple[dict[str, Any], int]:
     """Send ``state`` from rank ``source`` to rank ``to``; return it there, and nothing at the source; and its bytes.
 

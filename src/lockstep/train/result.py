@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,6 @@ from lockstep.train.evaluate import Evaluation
 from lockstep.train.skipping import NonFiniteStep
 from lockstep.train.trainer import StepRecord
 
-if TYPE_CHECKING:
-    pass
 # Number of losses that stay on the device before they are read.
 _MAX_UNREAD = 4096
 

@@ -103,12 +103,7 @@ class Run:
     """
 
     def __init__(
-        self,
-        task: Task,
-        settings: FitSettings,
-        world: World,
-        signals: StopSignals,
-        checkpoints: Checkpoints | None,
+        self, task: Task, settings: FitSettings, world: World, signals: StopSignals, checkpoints: Checkpoints | None
     ) -> None:
         task = prepare(task, world)
         self._task, self._settings, self._world = task, settings, world

@@ -1,6 +1,5 @@
 """What to train: `Task`, `Loss` for losses that are not a mean over the samples, and loading a task from a file."""
 
-import difflib
 import importlib.util
 import inspect
 import sys
@@ -34,20 +33,12 @@ from lockstep.train.task_file import TaskSpec, find_task, read_parameters, witho
 # The methods of a callback.
 _POINTS = ("on_start", "on_step_end", "on_evaluation", "on_checkpoint", "on_end")
 
-# What other trainers call them.
-_FOREIGN_POINTS = {
-    "on_train_begin": "on_start", "on_train_start": "on_start", "on_fit_start": "on_start", "on_fit_end": "on_end",
-    "on_train_end": "on_end", "on_train_batch_end": "on_step_end", "on_epoch_end": "on_step_end",
-    "on_train_epoch_end": "on_step_end", "on_validation_end": "on_evaluation", "on_evaluate": "on_evaluation",
-    "on_validation_epoch_end": "on_evaluation", "on_save": "on_checkpoint", "on_save_checkpoint": "on_checkpoint",
-}  # fmt: skip
-
 
 def check_callbacks(callbacks: Sequence[object]) -> None:
     """Refuse what has no method that a run calls, or one that no run calls.
 
     Raises:
-        ConfigurationError: There is such a callback; names the method that was probably meant.
+        ConfigurationError: There is such a callback; names the methods that there are.
     """
     for each in callbacks:
         name = getattr(each, "__name__", type(each).__name__)
@@ -56,10 +47,8 @@ def check_callbacks(callbacks: Sequence[object]) -> None:
         if isinstance(each, type):
             raise ConfigurationError(f"The callback {name} is a class.\nGive an object: callbacks=[{name}()].")
         if unknown:
-            near = difflib.get_close_matches(unknown[0], _POINTS, n=1)
-            hint = f"Did you mean {_FOREIGN_POINTS.get(unknown[0], near[0] if near else _POINTS[0])}? "
             raise ConfigurationError(
-                f"No run calls {unknown[0]} of the callback {name}.\n{hint}There are {', '.join(_POINTS)}."
+                f"No run calls {unknown[0]} of the callback {name}.\nThere are {', '.join(_POINTS)}."
             )
         if not methods:
             raise ConfigurationError(f"The callback {name} has none of the methods {', '.join(_POINTS)}.\nDefine one.")

@@ -34,7 +34,6 @@ from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
 from lockstep.telemetry.recorder import StepTimer
 from lockstep.telemetry.step_times import StepTimes
 from lockstep.train import step as step_parts
-from lockstep.train.averaging import AveragedWeights
 from lockstep.train.checkpoints import model_state
 from lockstep.train.plan import PER_PROCESS, VirtualShards, make_plan
 from lockstep.train.settings import Settings, StrategyName, check_engine
@@ -181,7 +180,7 @@ class Trainer:
         if settings.compile and not is_divided:
             compile_in_place(self._model, self._name, settings.bucket_cap_mb, is_exact=self.arithmetic.deterministic)
         self._hooks = step_parts.seed_recurrent_on_host(self._model, self.device)
-        self.average = None if task.ema is None else AveragedWeights(self._model, task.ema)
+        self.average = None if task.ema is None else step_parts.AveragedWeights(self._model, task.ema)
 
     def _open_batches(self, shards: VirtualShards | None) -> None:
         places = self.devices if shards is None else [self.device] * len(shards.mine)

@@ -584,8 +584,7 @@ class BucketSet:
             group: The ranks that take part.
         """
         arrivals = all_gather_different(list(ready_order), group=group, device=self.device)
-        agreed = merge_arrivals(arrivals, self._default_order)
-        self.use_plan([list(agreed.order), list(agreed.repeated), agreed.is_uneven], group=group)
+        self.use_plan(merge_arrivals(arrivals, self._default_order), group=group)
 
     @property
     def agreed_plan(self) -> list[Any] | None:

@@ -15,7 +15,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.futures import Future
 from torch.optim import Optimizer
 
 from lockstep import activity
@@ -23,13 +22,7 @@ from lockstep.accelerator import is_capturing
 from lockstep.comm.collectives import Group, all_reduce, cpu_group, in_backward_hooks, is_native
 from lockstep.comm.network import wait_for_call
 from lockstep.containers import hook_tensors
-from lockstep.errors import (
-    CollectiveError,
-    ConfigurationError,
-    LockstepError,
-    is_of_signal_handler,
-    tells_of_others,
-)
+from lockstep.errors import CollectiveError, ConfigurationError, LockstepError, is_of_signal_handler, tells_of_others
 from lockstep.parallel.compile import keep_out_of_graphs
 from lockstep.parallel.ddp.bucket_events import Event, Observer
 from lockstep.parallel.ddp.buckets import Bucket, BucketSet
@@ -163,7 +156,6 @@ class Reducer:
         before_launch: Called at the end of backward before any bucket is launched. None: buckets are launched when they
             are complete. Set if some rank may be without a batch, see uneven_inputs.py.
         finishes_early: Whether reduced buckets are finished during backward, if possible.
-        post_backward: Futures that the end of the step waits for.
         is_alone: Whether the group has one rank only.
         has_run: Whether there was a forward.
         num_forwards: Number of forwards with a synchronised backward.
@@ -180,7 +172,6 @@ class Reducer:
         self.observers: list[Observer] = []
         self.before_launch: Callable[[], None] | None = None
         self.finishes_early = False
-        self.post_backward: list[Future[Any]] = []
         self.has_run = False
         self.num_forwards = self.num_steps = self.num_buckets_reduced = 0
         self.only_step: int | None = None
@@ -535,43 +526,38 @@ class Reducer:
         Collective: every rank. autograd calls it when the whole backward is over; ``backward`` raises its errors.
         """
         with self._lock:
-            try:
-                step = self._step
-                assert step is not None
-                self._note_arrivals(step)
-                self._notify(Event.BACKWARD_END)
-                if len(_reducers) > 1:
-                    others = [other for other in live_reducers() if other is not self and other.is_collecting]
-                    for each in [self, *others] if others else ():  # one backward runs through several wrappers
-                        each._launches_last_early = True
-                step.callback = _nothing
-                if self.before_launch is not None:
-                    self.before_launch()
-                if not self.bucket_set.is_rebuilt:
-                    self.weights.agree_first(self.weights.message())
-                message = self.weights.message()
-                for bucket in self.bucket_set.buckets[step.num_launched :]:
-                    self._launch(step, bucket, alone=bucket.is_last)
-                self._finish_all(step, message)
-                for future in self.post_backward:
-                    wait_for_call(future)
-                # Optimizers from `_apply_optimizer_in_backward` step now, and leave no gradients, as in torch.
-                for parameter in self._optimizers_in_backward or ():
-                    for optimizer in in_backward_optimizers(parameter):
-                        optimizer.step()
-                    parameter.grad = None
-                # Now that gradients are settled, new buckets can adopt them.
-                if not self.bucket_set.is_rebuilt:
-                    self.bucket_set.rebuild(step.arrived, group=self._group)
-                    if step.is_opened_by_output and self.weights.window is None:
-                        self._watch_last(step.arrived)
-                self._used = set()
-                self._updates.begin_count()
-                self.num_buckets_reduced = len(step.in_flight)
-                self._notify(Event.CLOSED)
-                self._drop_step()
-            finally:
-                self.post_backward = []
+            step = self._step
+            assert step is not None
+            self._note_arrivals(step)
+            self._notify(Event.BACKWARD_END)
+            if len(_reducers) > 1:
+                others = [other for other in live_reducers() if other is not self and other.is_collecting]
+                for each in [self, *others] if others else ():  # one backward runs through several wrappers
+                    each._launches_last_early = True
+            step.callback = _nothing
+            if self.before_launch is not None:
+                self.before_launch()
+            if not self.bucket_set.is_rebuilt:
+                self.weights.agree_first(self.weights.message())
+            message = self.weights.message()
+            for bucket in self.bucket_set.buckets[step.num_launched :]:
+                self._launch(step, bucket, alone=bucket.is_last)
+            self._finish_all(step, message)
+            # Optimizers from `_apply_optimizer_in_backward` step now, and leave no gradients, as in torch.
+            for parameter in self._optimizers_in_backward or ():
+                for optimizer in in_backward_optimizers(parameter):
+                    optimizer.step()
+                parameter.grad = None
+            # Now that gradients are settled, new buckets can adopt them.
+            if not self.bucket_set.is_rebuilt:
+                self.bucket_set.rebuild(step.arrived, group=self._group)
+                if step.is_opened_by_output and self.weights.window is None:
+                    self._watch_last(step.arrived)
+            self._used = set()
+            self._updates.begin_count()
+            self.num_buckets_reduced = len(step.in_flight)
+            self._notify(Event.CLOSED)
+            self._drop_step()
 
     # [Note: how buckets are finished]
     # `_finish` is the one place where gradients are settled, in the order of launches: when backward is over for all

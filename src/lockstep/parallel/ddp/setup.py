@@ -1,17 +1,15 @@
 """Wrapping a model: checks of the arguments, and the broadcast of parameters and buffers."""
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.futures import Future
 
 from lockstep.comm.collectives import Group, RepeatedBroadcast, backend_name, broadcast_coalesced, sums_sparse_tensors
 from lockstep.errors import ConfigurationError
-from lockstep.parallel.compression import check_method
 from lockstep.parallel.consistency import check_models_agree
 from lockstep.parallel.ddp.buckets import DEFAULT_CAP_BYTES, FIRST_CAP_BYTES, MIB
 from lockstep.parallel.module_io import Registered
@@ -149,24 +147,6 @@ def buffer_policy(broadcast_buffers: bool | None, forward_sync_buffers: bool | N
     return (True, True) if broadcast_buffers is None else (broadcast_buffers, broadcast_buffers)
 
 
-def choose_compression(compression: str | None, wire_dtype: Any) -> str | None:
-    """Return how gradients are compressed, from ``compression`` and its older name ``wire_dtype``.
-
-    Raises:
-        ConfigurationError: There is no such method, or both are given.
-    """
-    if wire_dtype is not None:
-        if compression is not None:
-            raise ConfigurationError(
-                f"Both compression={compression!r} and wire_dtype={wire_dtype} are given.\nLeave wire_dtype out."
-            )
-        warnings.warn("`wire_dtype` is deprecated. Use `compression='bf16'` or 'fp16'.", FutureWarning, stacklevel=3)
-        compression = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(wire_dtype, wire_dtype)
-    if compression is not None:
-        check_method(compression)
-    return compression
-
-
 def check_batch_norms(module: nn.Module, device_type: str) -> None:
     """Raise ValueError if ``module`` has synchronised batch norms that do not run on its device."""
     if device_type == "cpu":
@@ -232,18 +212,10 @@ def _refuse_sparse(buffers: Mapping[str, Tensor]) -> None:
             )
 
 
-BufferHook = Callable[[Any, dict[str, Tensor]], list[Future[Any]] | None]
-
-
 class ModelSync:
-    """Compares and broadcasts the state of ``module``, except for the names in ``ignore``.
-
-    Attributes:
-        buffer_hook: A user's hook that synchronises buffers, its state, and whether it runs after ``forward``.
-    """
+    """Compares and broadcasts the state of ``module``, except for the names in ``ignore``."""
 
     def __init__(self, module: nn.Module, ignore: set[str], group: Group, device: torch.device) -> None:
-        self.buffer_hook: tuple[BufferHook, object, bool] | None = None
         self._module, self._ignore, self._group, self._device = module, ignore, group, device
         self._registered = Registered(module, own_buffers)
         self._buffers: list[Tensor] = []
@@ -291,18 +263,13 @@ class ModelSync:
         return bool(self._buffers)
 
     @torch.no_grad()
-    def sync_buffers(self, *, after_forward: bool, src: int) -> list[Future[Any]]:
-        """Synchronise buffers, if they are due at this point; return futures to wait for at the end of backward.
+    def sync_buffers(self, *, src: int) -> None:
+        """Overwrite the buffers that `find_buffers` has found with those of rank ``src``.
 
-        Collective: every rank. Blocks until complete, except for what a registered hook returns as futures.
+        Collective: every rank. Blocks until complete.
         """
-        if self.buffer_hook is None:
-            if not after_forward:
-                if not self._is_agreed:
-                    named, group = self.named_buffers().items(), self._group
-                    check_models_agree((), named, group=group, device=self._device, advice=_CHANGED)
-                    self._is_agreed = True
-                self._broadcast(self._memory, src=src)
-            return []
-        hook, state, runs_after_forward = self.buffer_hook
-        return (hook(state, self.named_buffers()) or []) if runs_after_forward is after_forward else []
+        if not self._is_agreed:
+            named, group = self.named_buffers().items(), self._group
+            check_models_agree((), named, group=group, device=self._device, advice=_CHANGED)
+            self._is_agreed = True
+        self._broadcast(self._memory, src=src)

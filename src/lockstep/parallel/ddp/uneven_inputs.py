@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lockstep.comm.collectives import Group, JoinHook, all_gather
-from lockstep.errors import CollectiveError, ConfigurationError, LockstepError, is_of_signal_handler
+from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
 from lockstep.parallel.compile import keep_out_of_graphs
 from lockstep.parallel.ddp.weighting import Weights
 from lockstep.parallel.sync_batchnorm import Event, LayerPlace, SyncBatchNorm, TorchSyncBatchNorm, register_engine
@@ -200,9 +200,7 @@ class SyncLayerShadow:
         mine = torch.tensor([event, number], device=self._device)
         try:
             rows = all_gather(mine, group=self._group).tolist()
-        except RuntimeError as error:
-            if is_of_signal_handler(error):
-                raise
+        except CollectiveError as error:
             raise CollectiveError(
                 f"Rank {self._group.rank()}: waiting for what the SyncBatchNorm layers of the other ranks do next "
                 f"failed: {error}\nAnother rank ended, or ran no backward after its forward while some ranks have no "

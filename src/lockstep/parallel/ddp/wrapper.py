@@ -22,7 +22,7 @@ from lockstep.containers import find_tensors, hook_tensors
 from lockstep.errors import ConfigurationError
 from lockstep.parallel import module_io
 from lockstep.parallel.compile import leave_all_uncompiled, leave_uncompiled
-from lockstep.parallel.compression import CompressedMean, make_reduction
+from lockstep.parallel.compression import CompressedMean, check_method, make_reduction
 from lockstep.parallel.consistency import Buffers, refuse_difference, replica_of
 from lockstep.parallel.ddp import bucket_events, bucket_gradients, comm_hooks, setup
 from lockstep.parallel.ddp.buckets import FIRST_CAP_BYTES, MIB, BucketSet, WrappedParameters
@@ -71,7 +71,6 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         bucket_cap_mb_list: One size per bucket, the last for all that follow.
         batched_grad_copy: Accepted; gradients are always copied a bucket at a time.
         forward_sync_buffers: Broadcast buffers before each ``forward``; they are always broadcast at construction.
-        wire_dtype: Deprecated: ``torch.bfloat16`` and ``float16`` are ``compression="bf16"`` and ``"fp16"``.
         compression: How float32 and float64 gradients are sent between ranks: rounded to ``"bf16"`` or ``"fp16"``; as
             integers with error feedback, ``"int8"`` or ``"int4"``; as products of narrow matrices with error feedback,
             ``"powersgd:RANK"``. For slow networks; see docs/speed.md. None: not compressed.
@@ -88,7 +87,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
 
     module: nn.Module
     _joined_step = -1  # the last one that ranks without data, in `join`, were told of
-    broadcast_bucket_size = 250 * MIB  # read by torch's own buffer hooks
+    broadcast_bucket_size = 250 * MIB  # read by scripts that synchronise a model with torch's functions
     _active_ddp_module: ClassVar[nn.Module | None] = None  # set by torch's ``replicate`` while it runs on this class
 
     def __init__(
@@ -113,7 +112,6 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         bucket_cap_mb_list: list[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
-        wire_dtype: torch.dtype | str | None = None,
         compression: str | None = None,
     ) -> None:
         nn.Module.__init__(self)
@@ -142,7 +140,9 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         self.static_graph = static_graph
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.mixed_precision = None
-        self.compression = setup.choose_compression(compression, wire_dtype)
+        self.compression = compression
+        if compression is not None:
+            check_method(compression)
         can_overlap = collectives.reduces_on_its_own(self.process_group, self.device)
         self._bucket_caps_bytes = setup.bucket_caps_bytes(
             bucket_cap_mb, bucket_cap_mb_list, can_overlap=can_overlap, is_compressed=self.compression is not None
@@ -322,9 +322,9 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
     def _begin_alone(self) -> bool:
         """Begin a training step that needs no communication and no notification; return whether it is one."""
         # For small steps on one rank: `_pre_forward` and `_post_forward` would take 50 microseconds of 1,000.
-        is_plain = self._input_device is None and not self._model_sync.buffer_hook
         is_watched = ranges.now or torch_internals.profiler_enabled() or torch_internals.join_config(self).enable
-        if not is_plain or is_watched or not self.require_backward_grad_sync or not torch.is_grad_enabled():
+        trains = self.require_backward_grad_sync and torch.is_grad_enabled()
+        if self._input_device is not None or is_watched or not trains:
             return False
         self._wrapped_parameters.check()
         return self.reducer.begin_alone()
@@ -347,7 +347,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         elif is_in_join:
             self._sync_layers.require_closed()
         if self.will_sync_module_buffers() and is_joining == is_in_join:
-            self._sync_buffers(after_forward=False, src=self._agree(self.process_group.rank()) if is_joining else 0)
+            self._model_sync.sync_buffers(src=self._agree(self.process_group.rank()) if is_joining else 0)
         if is_joining:
             self._agree(int(self.require_backward_grad_sync))
         device = self._input_device
@@ -373,8 +373,6 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
     def _post_forward(self, output: Any) -> Any:
         if self._sync_layers.is_needed:
             self._end_forward(output)
-        if self._model_sync.buffer_hook and self.will_sync_module_buffers():
-            self._sync_buffers(after_forward=True, src=0)
         self.reducer.weights.check_last_step()  # now the device has a forward to do while the host waits
         is_training = torch.is_grad_enabled()
         will_sync = is_training and self.require_backward_grad_sync
@@ -548,7 +546,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         # The order is that of `_pre_forward`, forward, `_post_forward` and backward on the ranks with data.
         self._sync_layers.open(has_batch=False)
         if self.will_sync_module_buffers():
-            self._sync_buffers(after_forward=False, src=self._agree(-1))
+            self._model_sync.sync_buffers(src=self._agree(-1))
         self.require_forward_param_sync = bool(self._agree(0))  # whether some rank's backward will be synchronised
         self._sync_layers.end_forward(backward_follows=False)
         self._sync_layers.end_backward()
@@ -580,9 +578,6 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
     def will_sync_module_buffers(self) -> bool:
         """Return whether the next ``forward`` synchronises buffers."""
         return self.require_forward_param_sync and self.forward_sync_buffers and self._model_sync.find_buffers()
-
-    def _sync_buffers(self, *, after_forward: bool, src: int) -> None:
-        self.reducer.post_backward += self._model_sync.sync_buffers(after_forward=after_forward, src=src)
 
     def _notify_joined_ranks(self) -> None:
         """Notify ranks without data that another step begins. Collective: every rank of a ``join()``."""
@@ -768,11 +763,6 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
     # --- private and deprecated names of torch's class that libraries and torch's own tools use -----------------------
 
     @property
-    def wire_dtype(self) -> torch.dtype | None:
-        """Older name for ``compression`` if it is a dtype."""
-        return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.compression or "")
-
-    @property
     def broadcast_buffers(self) -> bool:
         """Torch's older name for ``forward_sync_buffers``."""
         return self.forward_sync_buffers
@@ -785,18 +775,6 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
     def _get_active_ddp_module(cls) -> nn.Module | None:
         """Return the active module: torch.compile calls this on the class that has torch's name."""
         return cls._active_ddp_module or torch_internals.active_ddp_module()
-
-    def _default_broadcast_coalesced(
-        self, bufs: Sequence[Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
-    ) -> None:
-        """Broadcast buffers; for buffer hooks that extend the default. Collective: every rank."""
-        tensors = list(self._model_sync.named_buffers().values()) if bufs is None else bufs
-        collectives.broadcast_coalesced(tensors, group=self.process_group, src=authoritative_rank)
-
-    def _register_buffer_comm_hook(self, state: object, hook: setup.BufferHook, comm_hook_location: Any = None) -> None:
-        """Let ``hook(state, named_buffers)`` synchronise buffers; ``comm_hook_location`` is torch's enum."""
-        after_forward = comm_hook_location is None or comm_hook_location.name == "POST_FORWARD"
-        self._model_sync.buffer_hook = hook, state, after_forward
 
     def _get_ddp_logging_data(self) -> dict[str, str | int]:
         """Return those of torch's keys that libraries read."""

@@ -644,9 +644,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         partition.stop_waiting(self._parameters)
         self._gathers, self._failure, self._loaded = [], None, None
         mine = [self._num_updates, self.rank, self.world_size, options_of(self.param_groups)]
-        where: dict[str, Any] = {"group": group, "to": None}
-        given = collectives.gather_states(mine if self.has_state else None, device=self.join_device, **where)
-        assert given is not None
+        given = collectives.gather_states(mine if self.has_state else None, group=group, device=self.join_device)
         rows = [row for row in given if row is not None]
         # All that have state have divided it in the same way.
         most, _, size, options = max(rows, key=itemgetter(0), default=(0, 0, 1, []))
@@ -667,7 +665,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             is_needed = (self.rank - 1) % size not in owners
             for shard in self._shards if is_needed else [self._shard]:
                 held += [*shard.values(), *shard.state()]
-        whole = partition.gather_full_state(held, self._parameters, flat=True, **where)
+        whole = partition.gather_full_state(held, self._parameters, flat=True, group=group, to=None)
         assert whole is not None
         # A rank that is lost until this one has the new buffers takes a part of the new division along.
         self.has_state, self._pending = False, None

@@ -573,7 +573,7 @@ def gather_full_state(
         for (index, start, stop, _), entries in held
     ]
     shards = collectives.gather_states(mine, group=group, device=parameters[0].device, to=to)
-    if shards is None:
+    if not shards:
         return None
     state: dict[int, dict[str, Any]] = {}
     for index, start, stop, entries in sorted((each for rank in shards for each in rank), key=lambda each: each[0]):

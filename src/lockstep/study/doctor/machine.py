@@ -1,8 +1,7 @@
-"""The machine and the task: GPUs, cores, memory, limits, checkpoint folder, debugging switches; batch, data, model."""
+"""The machine and the task: GPUs, cores, memory, checkpoint folder, debugging switches; batch, data, model."""
 
 import csv
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -22,7 +21,6 @@ from torch.utils.data import IterableDataset
 
 from lockstep import env
 from lockstep.activity import in_time, one_line
-from lockstep.comm.shm.communicator import library
 from lockstep.study.common import MIB, measure_busy_cores
 from lockstep.study.doctor.findings import NotChecked, Plan, Problem, Severity, check, cost, fix, listed, paste
 from lockstep.telemetry.rank_state import format_bytes
@@ -49,7 +47,6 @@ class TaskFacts:
         global_batch_size: Samples of a step on all devices.
         world_size: Number of devices.
         num_samples: Size of the data set; ``None`` for a stream, or if the data set was not built.
-        drop_last: Whether an incomplete last batch is left out.
         batchnorms: Names of the BatchNorm layers that are not synchronised.
         weight_bytes: Size of parameters and buffers; 0 if the model was not built.
         trained_bytes: Size of the trained parameters.
@@ -59,7 +56,6 @@ class TaskFacts:
     global_batch_size: int
     world_size: int
     num_samples: int | None = None
-    drop_last: bool = False
     batchnorms: Sequence[str] = ()
     weight_bytes: int = 0
     trained_bytes: int = 0
@@ -68,11 +64,6 @@ class TaskFacts:
     def share(self) -> int:
         """Samples of each device in a step; the largest number if they differ."""
         return -(-self.global_batch_size // self.world_size)
-
-    @property
-    def largest_batch(self) -> int:
-        """The largest global batch that the data set fills."""
-        return max(self.world_size, self.num_samples or 0)
 
     @property
     def seen(self) -> dict[str, str]:
@@ -115,7 +106,7 @@ def read_task(spec: str, plan: Plan, *, limit_s: float = LIMIT_S) -> tuple[TaskF
 
 
 def _own_facts(task: Task) -> dict[str, Any]:
-    return {"name": task.name, "global_batch_size": task.global_batch_size, "drop_last": task.drop_last}
+    return {"name": task.name, "global_batch_size": task.global_batch_size}
 
 
 class _NoDraws(TorchFunctionMode):
@@ -157,18 +148,6 @@ def _data_facts(task: Task) -> dict[str, Any]:
 _PARTS = {"the task": _own_facts, "the model of the task": _model_facts, "the data set of the task": _data_facts}
 
 
-@check(TaskFacts, Severity.SLOW)
-@cost("Each epoch is one step, in which devices have little or no work; with drop_last the run fails at the start.")
-@fix("Use a smaller global batch.")
-@paste("lockstep train TASK.py --global-batch-size {largest_batch}")
-def dataset_too_small(facts: TaskFacts) -> Iterator[Problem]:
-    """The data set has fewer samples than one global batch."""
-    if facts.num_samples is not None and facts.num_samples < facts.global_batch_size:
-        samples = plural(facts.num_samples, "sample")
-        found = f"The data set has {samples}, fewer than a global batch of {facts.global_batch_size}."
-        yield Problem(found, severity=Severity.HANG if facts.drop_last else Severity.SLOW)
-
-
 @check(TaskFacts, Severity.NOTE)
 @cost("The run differs from one on a single device.")
 @fix("Synchronise the layers, train in reproducible mode, or use a norm that needs one sample only.")
@@ -201,10 +180,6 @@ _SHM = Path("/dev/shm")
 _DOCKER_DEFAULT_BYTES = 64 * MIB
 # What NCCL needs in /dev/shm for each rank of a machine: buffers for every channel between processes.
 _NCCL_BYTES = 64 * MIB
-
-# Open files: batches that each loader process prepares ahead (torch's default), and the tensors of a batch.
-_BATCHES_AHEAD = 2
-_FILES_OF_A_BATCH = 16
 
 # A file system without an answer after this time, such as one over a broken network, is reported.
 _DISK_TIMEOUT_S = 3.0
@@ -258,8 +233,6 @@ class Machine:
         available_bytes: Memory that processes can allocate without swapping, within the container's limit.
         shm_bytes: Size of /dev/shm; 0 without one.
         shm_free_bytes: Free space there.
-        no_library: Why the backend ``shm`` is not available, or its library.
-        open_files: How many files a process may have open; -1 without a limit.
     """
 
     plan: Plan
@@ -282,8 +255,6 @@ class Machine:
     available_bytes: int = field(default_factory=lambda: free_and_total_bytes()[0])
     shm_bytes: int = field(default_factory=lambda: shutil.disk_usage(_SHM).total if _SHM.is_dir() else 0)
     shm_free_bytes: int = field(default_factory=lambda: shutil.disk_usage(_SHM).free if _SHM.is_dir() else 0)
-    no_library: object = field(default_factory=library)
-    open_files: int = field(default_factory=lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
     @property
     def fair_threads(self) -> int:
@@ -399,17 +370,6 @@ def gpu_unusable(machine: Machine) -> Iterator[Problem]:
         yield Problem(f"NVIDIA's driver is installed, but torch cannot use a GPU: {why}.")
 
 
-@check(Machine, Severity.HANG)
-@cost("`lockstep run` refuses to start; with other launchers two ranks share a GPU, and NCCL fails or hangs.")
-@fix("Start one rank for each GPU.")
-@paste("lockstep run --devices {num_usable} train.py")
-def gpus_too_few(machine: Machine) -> Iterator[Problem]:
-    """The run has more ranks on this machine than torch finds GPUs."""
-    if 0 < machine.num_usable < machine.plan.devices:
-        ranks, usable = plural(machine.plan.devices, "rank"), plural(machine.num_usable, "GPU")
-        yield Problem(f"{ranks} on this machine, but torch finds {usable}.")
-
-
 @check(Machine, Severity.SLOW)
 @cost("The run has less memory, and if the other process computes, all ranks wait for this one.")
 @fix("Find the process, and end it or leave this GPU out.")
@@ -490,17 +450,7 @@ def processes_over_cores(machine: Machine) -> Iterator[Problem]:
         yield Problem(f"{plural(ranks, 'rank')}{loaders} for {usable:g} cores.", paste=paste)
 
 
-# Memory and limits.
-
-
-@check(Machine, Severity.SLOW)
-@cost("CPU ranks use Gloo instead, and collectives take several times as long.")
-@fix("Install a C compiler, and install lockstep again.")
-@paste("apt-get install gcc && pip install --force-reinstall --no-deps lockstep-torch")
-def shared_memory_library(machine: Machine) -> Iterator[Problem]:
-    """The backend ``shm`` for CPU ranks of one machine is not available, because its C library is missing."""
-    if isinstance(machine.no_library, str) and machine.plan.devices > 1 and not machine.plan.on_gpus:
-        yield Problem(f"The backend shm is not available: {machine.no_library}.")
+# Memory.
 
 
 @check(Machine, Severity.HANG)
@@ -541,23 +491,6 @@ def memory_small(machine: Machine) -> Iterator[Problem]:
         least = f"{plural(ranks, 'rank')} need at least {format_bytes(need)}, before activations"
         paste = f"lockstep train TASK.py --devices {max(1, available // rank_bytes)} --strategy ddp-zero1"
         yield Problem(f"{least}; {format_bytes(available)} are available.", paste=paste)
-
-
-@check(Machine, Severity.HANG)
-@cost("A rank fails with 'Too many open files', perhaps only after hours.")
-@fix("Raise the limit, or call torch.multiprocessing.set_sharing_strategy('file_system') in the program.")
-@paste("ulimit -n $(ulimit -Hn)")
-def open_files(machine: Machine) -> Iterator[Problem]:
-    """The limit on open files is too low.
-
-    The estimate is 64 for Python and torch, 4 for each rank of the job, and 16 for each batch that a worker prepares:
-    by default, torch keeps a file open for each tensor that a worker passes on. The limit is that
-    of the shell that starts the run. With the other sharing strategy, workers pass no files.
-    """
-    needed = 64 + 4 * machine.plan.world_size + (machine.plan.workers or 0) * _BATCHES_AHEAD * _FILES_OF_A_BATCH
-    if needed > machine.open_files >= 0:
-        files = plural(machine.open_files, "file")
-        yield Problem(f"A process may have {files} open; a rank of this run needs about {needed}.")
 
 
 # The checkpoint folder, and the environment.

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import activity
+from lockstep.comm.fully_shard import is_sharded
 from lockstep.containers import find_tensors
 from lockstep.study.rehearse import fault_rules
 from lockstep.study.rehearse.fault_rules import Rule
@@ -100,7 +101,7 @@ class FaultInjector:
             owner, parameter, full_name = middle_parameter(model)
             # A parameter of fully_shard is whole only while its own module computes, and hooks run only on the whole
             # parameter. Other parameters may be used by a different module, so the model's end is included.
-            if module in (owner, model) and not _is_sharded(parameter):
+            if module in (owner, model) and not is_sharded(parameter):
                 self._last_step[rule] = self._step
                 self._act_on_gradient(rule, parameter, f"gradient of {full_name}")
 
@@ -194,15 +195,10 @@ def middle_parameter(model: nn.Module) -> tuple[nn.Module, Any, str]:
     return owner, getattr(owner, name), full_name
 
 
-def _is_sharded(parameter: Tensor) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")  # slow to import; if not imported, nothing is sharded
-    return module is not None and isinstance(parameter, module.DTensor)
-
-
 def flip_bit(model: nn.Module) -> str:
     """Flip one bit of one number of a parameter in the middle of the model; return which."""
     _, parameter, full_name = middle_parameter(model)
-    numbers = (parameter.to_local() if _is_sharded(parameter) else parameter).detach()
+    numbers = (parameter.to_local() if is_sharded(parameter) else parameter).detach()
     # Of the first number's second most significant byte: large enough to see, far too small to become infinite.
     numbers.as_strided((1,), (1,)).view(torch.uint8)[-2] ^= 0b0100_0000
     return full_name

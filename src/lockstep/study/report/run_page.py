@@ -19,7 +19,7 @@ from lockstep.study import drawing
 from lockstep.study.common import MIB, Shown, Table
 from lockstep.study.report.figures import bars_of, find_costs, find_window
 from lockstep.study.report.view import BaselineComparison, View, compare_with_baseline, sentences, view_run
-from lockstep.telemetry.record import Event, StepLine, Timeline
+from lockstep.telemetry.record import StepLine, Timeline
 from lockstep.telemetry.step_times import PARTS
 
 _MOST_TEXTS = 6
@@ -59,7 +59,7 @@ class Report(Shown):
             # The first one is a part of the summary above.
             "advice": _listing("What else to change", [each.text for each in view.advice[1:_MOST_TEXTS]]),
             "plots": "".join(plots),
-            "tables": _folded([recoveries_table(view), ranks_table(view), _events(view)]),
+            "tables": _folded([ranks_table(view), events_table(view)]),
             "costs": _listing("What it used", self.costs),
             "about": _folded([about_table(view, baseline)]),
         }
@@ -149,38 +149,14 @@ def ranks_table(view: View) -> Table:
     return Table("Each rank: milliseconds per step, memory and load", columns, rows, numbers=columns[2:])
 
 
-def recoveries(view: View) -> list[Event]:
-    """Return the recoveries of a run, in order."""
-    return [event for event in view.run.events if event.event == "recovery"]
-
-
 def recovery_texts(view: View) -> list[str]:
-    """Return sentences about the newest recoveries; the table has all."""
-    texts = [event.text.splitlines()[:1] for event in recoveries(view)]
+    """Return sentences about the newest recoveries; the table of events has all, with their causes."""
+    texts = [event.text.splitlines()[:1] for event in view.run.events if event.event == "recovery"]
     return [f"Recovery {number}: {' '.join(text)}." for number, text in enumerate(texts, 1)][-_MOST_TEXTS:]
 
 
-def recoveries_table(view: View) -> Table:
-    """Return a row for each recovery, by the numbers that the drawing has."""
-    rows = []
-    for number, event in enumerate(recoveries(view), 1):
-        # As `record_recovery` joins them; lines of a traceback may follow.
-        text, newline, cause = event.text.partition("\n")
-        why, _, copied = text.rpartition("; ")
-        rows.append(
-            [
-                str(number),
-                str(event.step),
-                f"{event.seconds or 0.0:.2f}",
-                copied.partition(" ")[0],
-                why + newline + cause,
-            ]
-        )
-    columns = ["", "after step", "seconds from the loss", "bytes copied", "who, and why"]
-    return Table("Recoveries", columns, rows[-_MOST_EVENTS:], numbers=columns[1:4])
-
-
-def _events(view: View) -> Table:
+def events_table(view: View) -> Table:
+    """Return a row for each of the last events."""
     events = view.run.events
     left_out = f" (the last {_MOST_EVENTS} of {len(events)})" if len(events) > _MOST_EVENTS else ""
     rows = []
@@ -213,7 +189,6 @@ def draw(view: View, baseline: BaselineComparison | None = None) -> list[str]:
         _curve(view, None, "Learning rate", "learning rate", lambda step: step.learning_rate),
         _curve(view, None, "Gradient norm", "before clipping", lambda step: step.grad_norm),
         *(_curve(view, None, f"Logged: {name}", "logged", partial(_logged, name)) for name in logged),
-        draw_recoveries(view) if recoveries(view) else None,
         draw_timeline(view),
     ]
     return [plot for plot in plots if plot is not None]
@@ -280,23 +255,6 @@ def _curve(
     alt = f"Curve of the {heading.lower()} over the steps: {'; '.join(words)}."
     note = baseline.loss_note if baseline is not None and heading == "Loss" else ""
     return drawing.finish_plot(heading, alt, figure, note)
-
-
-def draw_recoveries(view: View) -> str:
-    """Draw when each rank made steps, with a numbered mark for each recovery."""
-    ranks = {f"rank {rank}": view.run.ranks[rank].steps for rank in shown_ranks(view, _MOST_RANKS)}
-    zero = min([recoveries(view)[0].time, *(steps[0].time for steps in ranks.values() if steps)])
-    figure, axes = drawing.make_axes(1.5 + 0.3 * len(ranks), grid="x")
-    lanes = [[step.time - zero for step in steps[:: 1 + len(steps) // MOST_POINTS]] for steps in ranks.values()]
-    axes.eventplot(lanes, linelengths=0.5, color=drawing.BLUE, label="step")
-    for number, event in enumerate(recoveries(view), 1):
-        begin_s, end_s = event.time - zero, event.time - zero + (event.seconds or 0.0)
-        axes.axvspan(begin_s, end_s, color=drawing.VERMILION, alpha=0.5, label="recovery, from the loss")
-        axes.text(begin_s, -0.6, str(number), clip_on=True)
-    axes.set_ylim(-1.1, len(ranks) - 0.4)
-    drawing.label_rows(axes, list(ranks), "seconds")
-    alt = "The steps of each rank over time, with a mark for each recovery."
-    return drawing.finish_plot("Recoveries", alt, figure, " ".join(recovery_texts(view)))
 
 
 # The timeline as a drawing: a lane for each rank, with its phases above and its buckets below.

@@ -89,13 +89,16 @@ def verify_script(
         # On rank 0, whose seeds are those of one process: padded with the rest of the batch, for example.
         one, *ranks = (replace(each, is_augmented=True) for each in (one, *ranks))
     remark = failure and f"The script has failed on {plural(devices, 'rank')}:\n{failure}"
+    if one.is_half:
+        remark += f"As the script computes in less than fp32, tensors may differ by {_HALF.relative:.0%} of their size."
     subject = Subject(command[0], Settings(), devices, steps, _numbers(one, ranks), double=False)
     result = Verification(subject, False, None, True, remark=remark)
     if not subject.steps:
         return replace(result, subject=replace(subject, steps=_numbers(one, [one])))
-    comparison = _compare(one, ranks)
+    comparison = compare_traces(one, ranks)
     findings, rows, apart_from = list(_structural(one, ranks)), [], dict[str, Diagnosis]()
-    off = ["random"] * any(step.draws for step in one.steps) + ["batchnorm"] * bool(one.norms)
+    draws = one.is_augmented or any(step.draws for step in one.steps)
+    off = ["random"] * draws + ["batchnorm"] * bool(one.norms)
     if off and not comparison.same:
         # A script without errors differs in these, and they would hide errors.
         (clean, *_), _ = runs.run(1, *off)
@@ -103,11 +106,11 @@ def verify_script(
         if _numbers(clean, clean_ranks):
             by_index = one.is_augmented
             one, *ranks = (replace(each, is_augmented=by_index) for each in (clean, *clean_ranks))
-            without = _compare(one, ranks)
+            without = compare_traces(one, ranks)
             rows.append(Row(" and ".join(off), "one rank, ranks", str(without), without.same))
             if without.same:
                 apart_from = dict(_by_design(off, one))
-    last = _compare(one, ranks)
+    last = compare_traces(one, ranks)
     if not last.same:
         findings += _of_ranks(ranks, one.norms)
         first = next((each for each in last.differences if each.kind in ("gradient", "parameter", "buffer")), None)
@@ -115,7 +118,7 @@ def verify_script(
             findings += _of_means(one, ranks, first)
         if not findings:
             (again, *_), _ = runs.run(1, *off)
-            repeated = _compare(one, [again])
+            repeated = compare_traces(one, [again])
             rows.append(Row("nothing else", "one rank, twice", str(repeated), repeated.same))
             if repeated.first is not None:
                 evidence = f"One rank, run twice, gives another {repeated.first}."
@@ -136,10 +139,11 @@ def verify_script(
 def _by_design(off: Sequence[str], one: ScriptTrace) -> Iterator[tuple[str, Diagnosis]]:
     """Yield what makes the runs differ, if they are the same without it, each with its diagnosis."""
     if "random" in off:
-        draws = ", ".join(one.draws)
         is_dropout = all("bernoulli" in draw or "dropout" in draw for draw in one.draws)
-        what = "dropout masks" if is_dropout else "random numbers in the training"
-        yield what, _diagnosis(Cause.RANDOM, f"Each rank draws its own random numbers ({draws}).")
+        what = "dropout masks" if is_dropout else "random numbers in forward"
+        draws = ", ".join(one.draws) or "in the data set"
+        found = _diagnosis(Cause.RANDOM, f"Each rank draws its own random numbers ({draws}).")
+        yield what if one.draws else "random augmentation", found
     if "batchnorm" in off:
         norms = ", ".join(one.norms[:3])
         evidence = f"Each rank normalises with the mean and variance of its own samples ({norms})."
@@ -188,7 +192,7 @@ def _read(path: Path) -> ScriptTrace:
     return found
 
 
-def _compare(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> TraceComparison:
+def compare_traces(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> TraceComparison:
     """Compare the updates of one rank with those of N."""
     numbers = _numbers(one, ranks)
     found = compare(_together([one], numbers), _together(ranks, numbers), _HALF if one.is_half else SINGLE)
@@ -218,7 +222,7 @@ def _together(ranks: Sequence[ScriptTrace], numbers: Sequence[int]) -> list[Trac
 def _structural(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> Iterator[Diagnosis]:
     """Yield the causes that can be seen without comparing gradients."""
     numbers = _numbers(one, ranks)
-    comparison = _compare(one, ranks)
+    comparison = compare_traces(one, ranks)
     who = plural(len(ranks), "rank")
     samples = list(_of_samples(one, ranks))
     yield from samples[:1]
@@ -283,7 +287,7 @@ def _of_samples(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> Iterator[Diag
             yield _diagnosis(Cause.SAMPLER, evidence)
         elif never:
             yield _diagnosis(Cause.DATA, f"In an epoch, {never} of {len(wanted)} samples are on no rank.")
-    if sample := _compare(one, ranks).of_kind("sample"):
+    if sample := compare_traces(one, ranks).of_kind("sample"):
         yield _diagnosis(Cause.DATA, f"The ranks do not train on what one process trains on: {sample}.")
 
 
@@ -339,7 +343,8 @@ def _of_ranks(ranks: Sequence[ScriptTrace], norms: Collection[str]) -> Iterator[
             how = ": forward was called on the module in the wrapper, or backward in no_sync" * steps[0].bypassed
             text = f"The gradient of {unequal[0]} differs between the ranks at the update of step {number}{how}."
             yield _diagnosis(Cause.UNREDUCED, text)
-        if not unequal and not starts and (names := _unequal(steps, "parameter")):
+        has_same = not unequal and not starts and all(step.rates == steps[0].rates for step in steps)
+        if has_same and (names := _unequal(steps, "parameter")):
             text = f"{names[0]} differs between the ranks after the update of step {number}, its gradient does not."
             yield _diagnosis(Cause.UPDATE, text)
         if len({step.before_clipping for step in steps}) > 1 and not unequal:

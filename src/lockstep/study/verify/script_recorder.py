@@ -21,9 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
+from lockstep.comm.fully_shard import is_sharded
 from lockstep.containers import find_tensors
 from lockstep.data.loader import HasEpochs
 from lockstep.data.order import mix, seed_cpu
+from lockstep.errors import ConfigurationError
 from lockstep.study.verify.fingerprint import Fingerprint, ModelFingerprint, StepTrace, Trace, fingerprint, read_rates
 from lockstep.study.verify.interventions import NoBatchStatistics, Watch, is_batch_norm
 from lockstep.telemetry.instrument import Instrument, in_backward
@@ -180,7 +182,7 @@ class ScriptRecorder:
         self._is_half = self._is_augmented = False
         self._passes: list[Pass] = []
         self._epochs: Counter[int] = Counter()  # passes that train, by id of the data set
-        self._num_late = 0
+        self._num_late, self._has_loaded = 0, False
         self._updates: Counter[int] = Counter()  # by id of the optimizer
         self._order: dict[int, int] = {}  # of the parameters that were updated, by id
         self._owned: dict[str, Tensor] = {}  # by the optimizer that updates now
@@ -373,7 +375,7 @@ class ScriptRecorder:
                 self._norms.add(name)
         device = parameters[0].device.type
         self._is_half |= torch.is_autocast_enabled(device) or parameters[0].dtype.itemsize < 4
-        if not self._fetched:  # the script makes its batches by itself
+        if not self._epochs and not self._fetched:  # the script makes its batches by itself
             self._inputs += _row_digests(inputs)
 
     def _before_backward(self, tensors: Any, *_args: Any, **_kwargs: Any) -> None:
@@ -406,7 +408,19 @@ class ScriptRecorder:
         if self._num_open_steps > 1 or self._num_late:  # an optimizer may call another
             return
         self._note_draws()
+        if self._epochs and not self._has_loaded:
+            # What it has trained before, without a loader, may be a step of the preparation, on one rank only.
+            self._has_loaded = True
+            self._steps.clear()
+            self._initial.clear()
+            self._updates.clear()
+            for found in self._passes:
+                found.num_before = 0
         owned = {id(each): each for group in optimizer.param_groups for each in group["params"]}
+        if any(map(is_sharded, owned.values())):
+            raise ConfigurationError(
+                "verify compares whole parameters, and this script shards them.\nVerify it without fully_shard."
+            )
         for parameter in owned:
             self._order.setdefault(parameter, len(self._order))
         named = _tensors(self._order, optimizer)

@@ -261,12 +261,9 @@ class Table:
 
     def loss(self, tree: trees.ReductionTree) -> Part:
         """Return the loss, summed in the tree in float64."""
-        rows: list[list[float]] = self.rows.tolist()
-        total, count = (
-            tree.combine({range(leaf, leaf + 1): row[column] for leaf, row in enumerate(rows)}, float.__add__)
-            for column in (1, 2)
-        )
-        is_mean = all(is_mean for size, _, _, is_mean in rows if size)
+        sizes, totals, counts, are_means = self.rows.t().tolist()
+        total, count = tree.total(totals), tree.total(counts)
+        is_mean = all(is_mean for size, is_mean in zip(sizes, are_means, strict=True) if size)
         out_of = count if is_mean else torch.tensor(count, dtype=torch.float64)
         return Part(torch.tensor(total, dtype=torch.float64), 1.0, out_of)
 
