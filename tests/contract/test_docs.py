@@ -107,7 +107,7 @@ def test_commands_exist():
         for block in shell:
             for command, rest in re.findall(r"^lockstep (\w+)\b(.*)$", block.replace("\\\n", " "), re.MULTILINE):
                 # What follows belongs to a program, or is a remark.
-                ours = re.split(r"#|  |\.py " if command == "rehearse" else r"#|  ", rest)[0]
+                ours = re.split(r"#|  | -- |\.py " if command == "rehearse" else r"#|  | -- ", rest)[0]
                 used |= {(page.name, command, flag) for flag in re.findall(r"(?<= )--[a-z][\w-]*", ours)}
     used = {flag for flag in used if flag[1] != "run"}  # which takes torchrun's as well
     assert len(used) > 30
