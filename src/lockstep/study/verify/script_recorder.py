@@ -194,7 +194,8 @@ class ScriptRecorder:
         self._inputs: list[bytes] = []  # digests of the rows that forward got
         self._begin_step()
         self._watch = Watch(frozenset({"random"}))
-        self._arm(Instrument(), off)
+        self._instrument = Instrument()  # kept: what it has entered is undone when it is freed
+        self._arm(self._instrument, off)
         atexit.register(self._write)
 
     def _begin_step(self) -> None:
