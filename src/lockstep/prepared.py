@@ -164,7 +164,7 @@ class PreparedLoader:
         sampler = getattr(loader.batch_sampler, "sampler", None)
         self._seeds_others = type(loader.batch_sampler) is not data.BatchSampler or type(sampler) not in _TORCHS
         found = [getattr(each, "generator", None) for each in (loader, sampler, loader.batch_sampler)]
-        self._generators = [_draws, *{each for each in found if isinstance(each, torch.Generator)}]
+        self._generators = [_draws, *dict.fromkeys(each for each in found if isinstance(each, torch.Generator))]
         self._is_new = True
         self._pass: object = None  # the current one
         # The states of the generators at its begin, and the batches that it has returned. After `load_state_dict`, of
@@ -235,11 +235,12 @@ class PreparedLoader:
                     continue
                 self._returned = number + 1
                 num_mine = len(micro.samples[0])
-                _set_shares(num_mine * self._place[1] / micro.num_global)
+                if torch.is_grad_enabled():
+                    _set_share(this, num_mine * self._place[1] / micro.num_global)
                 if num_mine or (torch.is_grad_enabled() and any(model.training for model in _models)):
                     yield micro.batches[0]
         finally:
-            _set_shares(1.0)
+            _set_share(this, None)
             if self._pass is this:
                 is_look = is_left and self._returned <= skip + 1
                 self.epoch += not is_look
@@ -274,9 +275,18 @@ class PreparedLoader:
         self._set_states(state["now"])
 
 
-def _set_shares(share: float) -> None:
-    for model in _models if torch.is_grad_enabled() else ():
-        model.reducer.set_share(share)
+# The shares of the newest batches of the passes that are open, the newest last: an evaluation within a pass that trains
+# does not change the share of its batch.
+_shares: dict[object, float] = {}
+
+
+def _set_share(this: object, share: float | None) -> None:
+    """Set the share of the newest batch of a pass; None: the pass is over."""
+    _shares.pop(this, None)
+    if share is not None:
+        _shares[this] = share
+    for model in _models:
+        model.reducer.set_share(next(reversed(_shares.values()), 1.0))
 
 
 # --- prepare

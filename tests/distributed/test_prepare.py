@@ -372,3 +372,27 @@ def test_an_optimizer_of_what_was_not_prepared(ranks):
         "SGD updates a parameter of shape [3, 3], in group 1, that is in no prepared model: its gradients would not be "
         "averaged over the ranks.\nPass each trained model to prepare(), together with its optimizer or before."
     )
+
+
+def train_with_evaluation_within(world=None):
+    """Evaluate after each forward, in a pass of its own and without no_grad."""
+    torch.manual_seed(3)
+    data = TensorDataset(torch.randn(10, 6, dtype=torch.float64))
+    model = nn.Linear(6, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader, evaluated = DataLoader(data, 5), DataLoader(data, 4)
+    if world is not None:
+        model, optimizer, loader, evaluated = lockstep.prepare(model, optimizer, loader, evaluated)
+    for (x,) in loader:
+        for (_,) in evaluated:
+            pass
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    return next(model.parameters()).detach().clone()
+
+
+def test_an_evaluation_within_a_pass_leaves_the_share_of_its_batch(ranks):
+    expected = train_with_evaluation_within()
+    for found in ranks(2)(lambda world: train_with_evaluation_within(world)):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
