@@ -1,5 +1,6 @@
 """Data sets in shards: formats, their order, and what is read of them."""
 
+import fcntl
 import itertools
 import os
 import pickle
@@ -488,3 +489,19 @@ def test_a_default_cache_of_another_user_is_refused(tmp_path, monkeypatch):
 def test_a_cache_that_was_named_may_belong_to_another_user(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: -1)
     assert len(lockstep.ShardedDataset(write_shards(tmp_path / "data", "tar"), cache_dir=tmp_path)) == NUM_SAMPLES
+
+
+def test_a_process_that_was_forked_during_a_fetch_does_not_keep_the_lock(tmp_path, monkeypatch):
+    plain, inherited = os.open, []
+
+    def opened(*args):
+        file = plain(*args)
+        inherited.append(os.dup(file))  # as a fork does
+        return file
+
+    monkeypatch.setattr(os, "open", opened)
+    shards._PieceCache(tmp_path, 100).fetch("piece", lambda part: part.write_bytes(b"1"))
+    monkeypatch.undo()
+    with (tmp_path / "piece").open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(inherited[0])

@@ -336,6 +336,7 @@ class _PieceCache:
         except BlockingIOError:
             return
         finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # a process that was forked meanwhile has the file, too
             os.close(file)
 
     def _remove_oldest(self) -> None:
