@@ -29,7 +29,7 @@ run_library() { # MACHINE COMPILER WHEEL
     fi
     python -m zipfile -e "$3" "$work/$1/unpacked"
     local folder=$work/$1/unpacked/lockstep/comm/shm
-    "$2" -std=gnu11 -O1 -Isrc/lockstep/comm/shm tests/unit/shm_threads.c "$folder/_native.so" -Wl,-rpath,"$folder" \
+    "$2" -std=gnu11 -O1 -Isrc/lockstep/comm/shm tests/unit/comm/shm/sync_threads.c "$folder/_native.so" -Wl,-rpath,"$folder" \
         -lpthread -o "$work/$1/harness"
     echo "  ranks as threads: $("${runner[@]}" "$work/$1/harness" 3 20 0)"
 }

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.contract.layers import RANK, circle, imports_of, module_of, part_of, violations
-from tests.contract.tree import PACKAGE, sources
+from tests.contract.tree import PACKAGE, REPO, sources
 
 
 def test_every_part_has_a_layer():
@@ -25,6 +25,20 @@ def test_no_modules_import_each_other():
     """Not even in functions or for type checkers: whoever reads a module need not have read those above it."""
     modules = {module_of(path, PACKAGE): path for path in sources()}
     assert circle({name: imports_of(path.read_text(), name, modules) for name, path in modules.items()}) is None
+
+
+def test_a_unit_test_has_the_place_and_the_name_of_its_module():
+    """``a/test_b.py``, or ``a/test_b_subject.py``, tests ``a/b`` of the package, or of ``bench`` or ``tools``."""
+    unit, strays = REPO / "tests" / "unit", []
+    for path in sorted(unit.rglob("test_*.py")):
+        place = path.parent.relative_to(unit)
+        folders = [PACKAGE / place, *([REPO / place] if place.parts else [])]
+        modules = {file.stem.lstrip("_") for folder in folders for file in (*folder.glob("*.py"), *folder.glob("*.c"))}
+        modules |= {place.name} - {""}  # the package itself
+        name = path.stem.removeprefix("test_")
+        if not any(name == module or name.startswith(f"{module}_") for module in modules):
+            strays.append(str(path.relative_to(unit)))
+    assert strays == []
 
 
 def test_a_circle_is_found():

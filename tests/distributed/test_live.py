@@ -15,7 +15,7 @@ import lockstep
 from lockstep.comm.store import StatusKeys
 from tests.distributed import commands
 from tests.training import make_task, mean_loss
-from tests.unit.test_live_picture import Screen
+from tests.unit.telemetry.test_live_view import Screen
 
 DIGITS = Path(__file__).parents[2] / "examples" / "digits.py"
 

@@ -16,7 +16,7 @@ from lockstep.comm.shm import process_group, segment
 from lockstep.comm.shm.process_group import ShmProcessGroup
 from lockstep.comm.world import World
 from tests.shm import shm_group
-from tests.unit.test_membership import CountedStore
+from tests.unit.comm.test_rendezvous import CountedStore
 
 
 def test_one_rank_that_cannot_map_puts_all_on_gloo(ranks):

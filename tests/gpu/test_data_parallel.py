@@ -10,7 +10,7 @@ from torch import nn
 from lockstep.parallel.dp.replicas import sum_in_tree
 from lockstep.parallel.dp.wrapper import DataParallel
 from tests.models import FAMILIES, build, global_batch
-from tests.unit.test_data_parallel import gradients
+from tests.unit.parallel.dp.test_wrapper import gradients
 
 JOINABLE = sorted(set(FAMILIES) - {"structured"})
 TOLERANCE = 1e-10  # cuDNN and cuBLAS sum in other orders for other batch sizes
