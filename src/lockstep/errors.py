@@ -1,6 +1,9 @@
 """Errors that Lockstep raises: the cause on the first line, what to do on those that follow."""
 
+import linecache
 import os
+import re
+import sys
 import traceback
 from signal import SIGINT, getsignal, valid_signals
 from typing import Any
@@ -51,7 +54,18 @@ class LockstepError(RuntimeError):
         hidden = (os.path.dirname(__file__), "/IPython/", "<string>")  # a dataclass's own methods have no file
         frames = traceback.extract_tb(self.__traceback__)
         callers = [frame for frame in frames if not any(part in frame.filename for part in hidden)]
-        return [*traceback.format_list(callers), f"{type(self).__name__}: {self}"]
+        return [_with_cells(text) for text in (*traceback.format_list(callers), f"{type(self).__name__}: {self}")]
+
+
+def _with_cells(text: str) -> str:
+    """Replace the files that IPython names for the code of cells by the cells: ``Cell In[3], line 2``."""
+    shell: Any = sys.modules["IPython"].get_ipython()
+    for file in list(linecache.cache) if shell is not None else ():
+        if (named := shell.compile.format_code_name(file)) is not None:
+            cell = " ".join(named)
+            text = text.replace(f'File "{file}", line', f"{cell}, line")
+            text = re.sub(rf"{re.escape(file)}:(\d+)", rf"{cell}, line \1", text)
+    return text
 
 
 class ConfigurationError(LockstepError, ValueError):

@@ -1,12 +1,16 @@
 """The public names: no more and no fewer without a reason, each of them real, and all of them free to import."""
 
+import inspect
+import re
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 
 import lockstep
 import lockstep.data
+from tests.contract.tree import REPO
 
 PUBLIC_NAMES = {
     "DataParallel",
@@ -86,3 +90,18 @@ def test_import_is_light():
 def test_engines_do_not_load_what_only_the_commands_use():
     code = "import lockstep\nlockstep.DataParallel, lockstep.DistributedDataParallel, lockstep.init"
     assert modules_after(code) & {"rich", "click", "matplotlib", "sklearn"} == set()
+
+
+def test_the_reference_lists_the_members_of_each_class_on_purpose():
+    page, strays = (REPO / "docs" / "reference" / "api.md").read_text(), []
+    for module, name, members in re.findall(
+        r"^::: ([\w.]+)\.(\w+)\n(?:    options: \{ members: (.*) \})?", page, re.MULTILINE
+    ):
+        if module == "lockstep.ray" or not isinstance(found := getattr(import_module(module), name), type):
+            continue  # needs a package, or has no members
+        if not members:
+            strays.append(f"{name}: members")
+        for member in members.strip("[]").split(", ") if members != "false" else ():
+            if not inspect.getdoc(getattr(found, member, None)):
+                strays.append(f"{name}.{member}")
+    assert strays == []

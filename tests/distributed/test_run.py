@@ -380,6 +380,17 @@ def test_logs_go_where_torchrun_puts_them(script, tmp_path):
             "--nnodes two is not a number of machines.\nPass one such as 2, or a range such as 1:4.",
         ),
         (
+            ["--nnodes", "2", "train.py"],
+            "--nnodes 2 needs the place where the machines meet.\n"
+            "Add --node-rank I --master-addr HOST, with the name or address of the first machine, the same on every "
+            "machine.",
+        ),
+        (
+            ["--nnodes", "1:4", "--rdzv-backend", "c10d", "train.py"],
+            "--nnodes 1:4 needs the place where the machines meet.\n"
+            "Add --rdzv-endpoint HOST:PORT, with the name or address of the first machine, the same on every machine.",
+        ),
+        (
             ["--rdzv-backend", "c10d", "--rdzv-endpoint", "host:port", "train.py"],
             "--rdzv-endpoint host:port is not an address.\nPass <host>:<port>.",
         ),

@@ -119,7 +119,7 @@ def build_parser() -> _Parser:
             action.metavar, action.help = "...", "arguments of the script (sys.argv[1:])"
         elif action.dest == "log_dir":
             action.help = "folder for a file rank-N.log of each rank; with --redirects or --tee for torchrun's own"
-    for name in ("nproc_per_node", "master_port"):
+    for name in ("nproc_per_node", "master_addr", "master_port"):
         # To distinguish the user's choice from torch's defaults, which change from version to version.
         if f"PET_{name.upper()}" not in os.environ:
             parser.set_defaults(**{name: None})

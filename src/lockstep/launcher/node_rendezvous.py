@@ -216,12 +216,20 @@ def choose_rendezvous(args: argparse.Namespace) -> None:
     """Set the address of the rendezvous: as torchrun does, or a free port if there is only this machine.
 
     Raises:
-        ConfigurationError: The number of machines cannot be read, or the port is taken.
+        ConfigurationError: The number of machines cannot be read, they have no place to meet, or the port is taken.
     """
     # torchrun's own defaults: no flag names the machines.
     if args.nnodes == "1:1" and not args.standalone and not args.rdzv_endpoint and "SLURM_PROCID" in os.environ:
         _meet_in_slurm_step(args)
     is_static = args.rdzv_backend == "static" and not args.rdzv_endpoint
+    is_nowhere = not args.rdzv_endpoint and (args.rdzv_backend != "static" or args.master_addr is None)
+    if is_nowhere and not args.standalone and max_nodes(args) > 1:
+        flags = "--node-rank I --master-addr HOST" if is_static else "--rdzv-endpoint HOST:PORT"
+        raise ConfigurationError(
+            f"--nnodes {args.nnodes} needs the place where the machines meet.\n"
+            f"Add {flags}, with the name or address of the first machine, the same on every machine."
+        )
+    args.master_addr = args.master_addr or LOOPBACK  # torchrun's default
     if args.standalone or (is_static and args.master_port is None and max_nodes(args) == 1):
         args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = LOCAL_BACKEND, "localhost:0", str(uuid.uuid4())
         # Not the host's name, which may not resolve, or resolve to an address that is filtered.

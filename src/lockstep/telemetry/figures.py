@@ -317,19 +317,32 @@ def find_stragglers(paces: Mapping[int, Pace]) -> list[Straggler]:
 
 
 class StragglerReporter:
-    """Reports which ranks are slow, and again only if a rank gets slower or is slow in another part."""
+    """Reports which ranks are slow, and again only if a rank gets slower or is slow in another part.
+
+    If ranks are slow in turn, no rank is the cause: that is reported once, and nothing after it.
+    """
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report = report
         self._reported: dict[int, tuple[str, float]] = {}
+        self._are_slow_in_turn = False
 
     def judge(self, paces: Mapping[int, Pace]) -> None:
         """Compare the paces of all ranks in a window."""
         # After a recovery in place, ranks may have no steps in it, or not the same ones.
         counts = {len(pace["total"]) for pace in paces.values()}
-        if len(counts) > 1 or 0 in counts:
+        if len(counts) > 1 or 0 in counts or self._are_slow_in_turn:
             return
-        for straggler in find_stragglers(paces):
+        found = find_stragglers(paces)
+        now, before = {straggler.rank for straggler in found}, set(self._reported)
+        if found and before and not now & before:
+            self._are_slow_in_turn = True
+            self._report(
+                f"now rank {found[0].rank} is slow, and rank {max(before)} is not any more: ranks are slow in turn, as "
+                "when other programs use the cores (lockstep doctor names them). Slow ranks are not reported any more"
+            )
+            return
+        for straggler in found:
             part, lost_s = self._reported.get(straggler.rank, ("", 0.0))
             if straggler.part != part or straggler.lost_s > 2 * lost_s:
                 self._reported[straggler.rank] = straggler.part, straggler.lost_s

@@ -367,6 +367,19 @@ def test_it_is_said_once_and_again_if_it_gets_worse():
     ]
 
 
+def test_ranks_that_are_slow_in_turn_are_one_message():
+    reported = []
+    reporter = StragglerReporter(reported.append)
+    for slow in (0, 0, 1, 0, 1):
+        reporter.judge({rank: pace(slow="forward", by_s=0.05) if rank == slow else pace() for rank in range(2)})
+    first, second = reported
+    assert first.startswith("rank 0 is slow: it loses 50.0 ms")
+    assert second == (
+        "now rank 1 is slow, and rank 0 is not any more: ranks are slow in turn, as when other programs use the cores "
+        "(lockstep doctor names them). Slow ranks are not reported any more"
+    )
+
+
 def test_nothing_is_said_after_a_rank_was_replaced_in_this_window():
     reported = []
     StragglerReporter(reported.append).judge({0: pace_of([]), 1: pace_of([])})
