@@ -102,17 +102,20 @@ class LogDeduplicator:
         self._ahead: dict[int, Counter[str]] = {rank: Counter() for rank in ranks[1:]}
 
     def add(self, rank: int, text: str, now_s: float) -> list[str]:
-        """Add a line; return the lines to show now."""
+        """Take in a line that ``rank`` has written; return the lines to show now, of this or other ranks."""
         # What is compared: the line without torch's rank prefix, and without times in its log.
         key = _GLOG_PREFIX.sub(r"[\1 ", _TORCH_PREFIX.sub("", _last_state(text)))
-        if rank != self._first:
+        shown = []
+        if rank == self._first:
+            shown.append(f"{self._prefix}{text}")
+            for unmatched in self._ahead.values():  # each other rank may still write it, once
+                unmatched[key] += 1
+                if len(unmatched) > _REMEMBERED:
+                    del unmatched[next(iter(unmatched))]  # the oldest
+        else:
             self._held[rank].append((key, text, now_s))
-            return self.due(now_s)
-        for ahead in self._ahead.values():
-            ahead[key] += 1
-            if len(ahead) > _REMEMBERED:
-                del ahead[next(iter(ahead))]
-        return [f"{self._prefix}{text}", *self.due(now_s)]
+        # The first rank's line may be what held lines have waited for, and others may have waited long enough.
+        return shown + self.due(now_s)
 
     def due(self, now_s: float, *, final: bool = False) -> list[str]:
         """Return the lines that have waited long enough for the first rank; all of them at the end."""

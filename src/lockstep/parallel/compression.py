@@ -84,8 +84,11 @@ class Codec(ABC):
     takes_whole = False
 
     @abstractmethod
-    def mean(self, peers: _Peers, values: Tensor, result: Tensor, exact: Tensor, members: Members) -> Iterator[None]:
-        """Sum over the ranks in rounds; yield after each start of a round.
+    def sum(self, peers: _Peers, values: Tensor, result: Tensor, exact: Tensor, members: Members) -> Iterator[None]:
+        """Sum over the ranks, in rounds of messages; see [Note: the exchange].
+
+        Yields when the messages of a round are on their way. Whoever drives the exchange does other work meanwhile, and
+        resumes it in a thread that may wait for them; see [Note: order].
 
         Args:
             peers: The ranks that take part.
@@ -118,7 +121,7 @@ class SliceCodec(Codec):
         """Decode ``data`` and write the numbers to ``to``, or add them to it."""
 
     @override
-    def mean(self, peers: _Peers, values: Tensor, result: Tensor, exact: Tensor, members: Members) -> Iterator[None]:
+    def sum(self, peers: _Peers, values: Tensor, result: Tensor, exact: Tensor, members: Members) -> Iterator[None]:
         rank, size = peers.rank, peers.size
         num_blocks = -(-values.numel() // self.block)
         bounds = [min(num_blocks * each // size * self.block, values.numel()) for each in range(size + 1)]
@@ -128,6 +131,7 @@ class SliceCodec(Codec):
         exact_bytes = exact.view(torch.uint8)
         start = -(-exact.nbytes // 8) * 8  # the data after it is read as numbers of up to 8 bytes
 
+        # First round: the slices of the others go to their owners, and theirs of this rank's slice arrive.
         sent: dict[int, Tensor] = {}
         for other in others:
             piece = values[slices[other]]
@@ -139,6 +143,7 @@ class SliceCodec(Codec):
         peers.post(sent, received)
         yield
 
+        # Second round: this rank's slice is complete and goes to all; theirs arrive.
         peers.wait()
         exact_parts = {other: data[: exact.nbytes].view(exact.dtype) for other, data in received.items()}
         exact_parts[rank] = exact.clone()
@@ -152,7 +157,7 @@ class SliceCodec(Codec):
         sizes = {other: self.num_bytes(values[slices[other]].numel()) for other in others}
         sums = {other: torch.empty(num_bytes, dtype=torch.uint8) for other, num_bytes in sizes.items()}
         peers.post(dict.fromkeys(others, total), sums)
-        self.decode(total, result[slices[rank]])
+        self.decode(total, result[slices[rank]])  # as the others do, so that all have the same bits
         yield
 
         peers.wait()
@@ -245,7 +250,7 @@ class PowerSGD(Codec):
         self._numbers = Cast(torch.float32)
 
     @override
-    def mean(self, peers: _Peers, values: Tensor, result: Tensor, exact: Tensor, members: Members) -> Iterator[None]:
+    def sum(self, peers: _Peers, values: Tensor, result: Tensor, exact: Tensor, members: Members) -> Iterator[None]:
         matrices, others = self._sort(values, result, members)
         lefts = [each.values @ self._basis(each) for each in matrices]
         sums = yield from self._sum(peers, lefts + [mine for mine, _ in others], exact)
@@ -295,7 +300,7 @@ class PowerSGD(Codec):
     def _sum(self, peers: _Peers, tensors: Sequence[Tensor], exact: Tensor) -> Generator[None, None, list[Tensor]]:
         """Return the sums of ``tensors`` over the ranks, in two rounds."""
         flat = torch.cat([_NOTHING, *(each.reshape(-1) for each in tensors)])
-        yield from self._numbers.mean(peers, flat, flat, exact, ())
+        yield from self._numbers.sum(peers, flat, flat, exact, ())
         parts = flat.split([each.numel() for each in tensors])
         # Copies are aligned for vector instructions, so their products have the same bits on all ranks, wherever the
         # original memory is.
@@ -452,7 +457,7 @@ def compressed_all_reduce(
         share = 1 / peers.size
         values = flat.mul_(share) if kept is None else kept.add_(flat, alpha=share)
         if peers.size > 1:
-            yield from codec.mean(peers, values, flat, _NOTHING.clone(), members)
+            yield from codec.sum(peers, values, flat, _NOTHING.clone(), members)
         elif kept is not None:  # a single rank does not round
             flat.copy_(kept)
             kept.zero_()
@@ -575,7 +580,7 @@ class CompressedMean(BucketReduction):
                     view.zero_()
             values = residual[part]
             values += result
-        yield from self._codec.mean(peers, values, result, tail, mine)
+        yield from self._codec.sum(peers, values, result, tail, mine)
         for place, view, before in held_back:
             if tail[place]:
                 view += before

@@ -454,24 +454,7 @@ class Trainer:
                 self.read = micro.note.checksum, micro.step
             is_last = index == num_micro - 1
             losses: list[Tensor] = []
-
-            def on_losses(parts: list[step_parts.Part], losses: list[Tensor] = losses, is_last: bool = is_last) -> None:
-                self.settle()
-                if in_backward:  # parameters are updated as soon as their bucket is reduced
-                    self.update_average()
-                    self._set_rates()
-                flags = None
-                if is_last:
-                    number = 0
-                    if group is not None:
-                        self._compared, self.read = self.read, ("", 0)
-                        number = int(self._compared[0][:4] or "0", 16)
-                    mine = [self.stop_requested(), self.failure_seen(), *self.requests()]
-                    if self.group is None:
-                        self._reported = [*map(float, mine)]
-                    flags = [len(self.bad_samples.pending), *mine, number > 0, number, number * number]
-                losses += metrics.add(parts, flags)
-
+            on_losses = partial(self._add_losses, metrics, losses, is_last=is_last, compares=group is not None)
             try:
                 self._compute(micro, index, timer, on_losses, sync=self._sync and is_last)
             except Exception as error:
@@ -487,6 +470,42 @@ class Trainer:
         self._has_counts = metrics.has_counts
         self.settle()  # DataParallel of a process without samples runs no forward
         return computed, metrics
+
+    def _add_losses(
+        self,
+        metrics: step_parts.StepMetrics,
+        losses: list[Tensor],
+        parts: list[step_parts.Part],
+        *,
+        is_last: bool,
+        compares: bool,
+    ) -> None:
+        """Take the losses of a micro-batch between its forward and its backward; with the last, start their sum.
+
+        Args:
+            metrics: Of the step, whose sum over the ranks also carries what they have to agree on: bad samples, stops,
+                failures, requests of callbacks, and a number of what was read.
+            losses: Gets the losses.
+            parts: The losses of the parts of the micro-batch, with their weights.
+            is_last: Whether this is the last micro-batch of the step.
+            compares: Whether ranks compare what they have read.
+        """
+        self.settle()  # what the last step has left for later
+        if self.policy is Update.IN_BACKWARD:  # parameters are updated as soon as their bucket is reduced
+            self.update_average()
+            self._set_rates()
+        flags = None
+        if is_last:
+            number = 0
+            if compares:
+                self._compared, self.read = self.read, ("", 0)
+                number = int(self._compared[0][:4] or "0", 16)
+            mine = [self.stop_requested(), self.failure_seen(), *self.requests()]
+            if self.group is None:
+                self._reported = [*map(float, mine)]
+            # All ranks have read the same if the sum of the squares is that of equal numbers.
+            flags = [len(self.bad_samples.pending), *mine, number > 0, number, number * number]
+        losses += metrics.add(parts, flags)
 
     def _compute(
         self, micro: MicroBatch, index: int, timer: StepTimer, on_losses: strategies.OnLosses, *, sync: bool

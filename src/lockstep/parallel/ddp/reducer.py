@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, takewhile
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -571,29 +571,38 @@ class Reducer:
             step: The step, which has launched all its buckets.
             message: This rank's weight message.
         """
+        device = self.bucket_set.device
+        # Which parameters any rank has used: needed for those without a gradient here. Usually the tails of the buckets
+        # contain it. If some lacked gradients before, the hosts exchange it, as reading a tail would wait for a device.
         num_users = self._exchange_used() if self.weights.some_lack else None
-        if self._finishing_stream is not None:
-            torch.accelerator.current_stream(self.bucket_set.device).wait_stream(self._finishing_stream)
+        if self._finishing_stream is not None:  # the gradients of `_finish_early` are complete for what follows
+            torch.accelerator.current_stream(device).wait_stream(self._finishing_stream)
         lacks = any(map(_missing_in, step.in_flight))
-        self.weights.lacks_gradients = lacks and self.bucket_set.device.type != "cpu"
-        if lacks and is_capturing(self.bucket_set.device):
-            # Only now: a capture ends with another error if it has not joined the streams of the reductions.
-            for bucket in step.in_flight:
-                self._wait_for(bucket)
-            first = next(filter(_missing_in, step.in_flight))
-            raise ConfigurationError(
-                f"Parameter {first.names[min(first.missing)]} received no gradient in a step that is captured in a "
-                "CUDA graph.\nFreeze what is not used (requires_grad_(False)) before wrapping, or train eagerly."
-            )
-        factor: float | Tensor = 1.0
-        is_simple = self._finishes_one_by_one
-        if not is_simple and step.in_flight:
-            factor, counts = self._correction(step.in_flight, step.carrier, message)
-            if num_users is None and counts is not None and lacks:
-                num_users = counts.tolist()
-        self._finish(step, step.in_flight[step.num_finished :], factor, num_users)
-        if is_simple and step.in_flight:  # raises if other ranks gave weights
-            self.weights.correction(step.carrier, None, message)
+        self.weights.lacks_gradients = lacks and device.type != "cpu"
+        if lacks and is_capturing(device):
+            self._refuse_capture(step)
+        if not step.in_flight:
+            return
+        unfinished = step.in_flight[step.num_finished :]
+        if self._finishes_one_by_one:
+            self._finish(step, unfinished, num_users=num_users)
+            self.weights.correction(step.carrier, None, message)  # raises if other ranks gave weights
+            return
+        factor, counts = self._correction(step.in_flight, step.carrier, message)
+        if num_users is None and counts is not None and lacks:
+            num_users = counts.tolist()
+        self._finish(step, unfinished, factor, num_users)
+
+    def _refuse_capture(self, step: Step) -> NoReturn:
+        """Raise an error: in a CUDA graph, which replays the same work, no host can decide about missing gradients."""
+        # Not before the waits: a capture that has not joined the streams of the reductions ends with another error.
+        for bucket in step.in_flight:
+            self._wait_for(bucket)
+        first = next(filter(_missing_in, step.in_flight))
+        raise ConfigurationError(
+            f"Parameter {first.names[min(first.missing)]} received no gradient in a step that is captured in a "
+            "CUDA graph.\nFreeze what is not used (requires_grad_(False)) before wrapping, or train eagerly."
+        )
 
     def _finish_early(self, step: Step) -> None:
         """Finish the first buckets in flight, as far as they are already reduced."""
