@@ -285,7 +285,6 @@ def verify(
 @click.option("--devices", type=click.IntRange(1), metavar="N", help="Ranks on this machine; all GPUs, or all cores.")
 @click.option("--nnodes", "machines", type=click.IntRange(1), default=1, metavar="N", help="Machines; default: 1.")
 @click.option("--master-addr", metavar="HOST", envvar="MASTER_ADDR", help="Host of rank 0; default: MASTER_ADDR.")
-@click.option("--master-port", type=click.IntRange(1, 65535), metavar="PORT", envvar="MASTER_PORT", help="Its port.")
 @click.option("--workers", type=click.IntRange(0), metavar="N", help="Loader processes per rank, if known.")
 @click.option("--checkpoint", metavar="DIR", default=".", help="Folder for checkpoints; default: the current folder.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
@@ -293,9 +292,9 @@ def verify(
 def doctor(target: str | None, as_json: bool, kind: str | None, **planned: Any) -> int:
     """Say before a run what will hang, falsify or slow it, with the fix to paste.
 
-    Examines devices, network interfaces, host name, port, shared memory, cores, threads, disk space and
-    versions; a task by building its model without memory. Takes under ten seconds, and lists what it could not see.
-    It starts no script: record a run of it with lockstep run --monitor DIR, and look at that with lockstep report DIR.
+    Examines devices, network interfaces, host name, shared memory, cores, threads, disk space and versions; a task by
+    building its model without memory. Takes under ten seconds, and lists what it could not see. It starts no script:
+    record a run of it with lockstep run --monitor DIR, and look at that with lockstep report DIR.
 
     Examples:
       lockstep doctor

@@ -75,8 +75,8 @@ def examine(plan: Plan, environ: Mapping[str, str]) -> Report:
     if plan.target is None and not plan.is_running:
         missed.append(NotChecked("a task", "none was given: lockstep doctor TASK.py"))
     machine, gpus_missed = read_machine(plan, environ, task)
-    network, port_missed = read_network(plan, environ)
-    missed += gpus_missed + port_missed
+    missed += gpus_missed
+    network = read_network(plan, environ)
     if plan.machines > 1 and not plan.is_running:
         because = "this needs all of them: start `lockstep doctor` as the ranks of a job, see --help"
         missed.append(NotChecked("whether the machines reach each other, and their versions", because))

@@ -166,7 +166,7 @@ class Plan:
         on_gpus: Whether each rank has a GPU.
         workers: Loader processes of each rank; ``None`` if unknown.
         master_addr: The address of the rendezvous.
-        master_port: Its port; ``None`` if the launcher chooses one.
+        master_port: Its port, in a running job.
         checkpoint: Folder for checkpoints.
         target: The task, as the user named it.
         is_running: Whether this process is a rank of a running job.

@@ -1,6 +1,5 @@
-"""Interfaces, names, the port and versions: will the ranks of all machines reach and understand each other?"""
+"""Interfaces, names and versions: will the ranks of all machines reach and understand each other?"""
 
-import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -11,9 +10,9 @@ import torch
 
 from lockstep.accelerator import default_device, nccl_version
 from lockstep.activity import in_time
-from lockstep.comm.network import GLOO_INTERFACE, is_local
-from lockstep.env import DEFAULT_MASTER_PORT, is_loopback
-from lockstep.study.doctor.findings import NotChecked, Plan, Problem, Severity, check, cost, fix, listed, paste
+from lockstep.comm.network import GLOO_INTERFACE
+from lockstep.env import is_loopback
+from lockstep.study.doctor.findings import Plan, Problem, Severity, check, cost, fix, listed, paste
 from lockstep.study.links import Link, cable_bytes, format_rate
 from lockstep.telemetry import provenance
 
@@ -43,7 +42,7 @@ class Interface:
 
 @dataclass(frozen=True)
 class Network:
-    """The interfaces, the names and the port of this machine.
+    """The interfaces and the names of this machine.
 
     Attributes:
         plan: The run.
@@ -54,7 +53,6 @@ class Network:
         addresses: The addresses of that name, in the resolver's order; empty if it has none.
         own_address: This machine's address for others; ``ADDRESS`` if it has none.
         master_addresses: The addresses of the rendezvous host.
-        port_problem: Why the port of the rendezvous cannot be used; empty if it can, or is not this machine's.
     """
 
     plan: Plan
@@ -65,7 +63,6 @@ class Network:
     addresses: tuple[str, ...]
     own_address: str
     master_addresses: tuple[str, ...]
-    port_problem: str
 
     @property
     def nccl(self) -> list[Interface]:
@@ -129,8 +126,8 @@ def nccl_interfaces(interfaces: tuple[Interface, ...], chosen: str | None) -> li
     return [one for one in interfaces if one not in matching] if chosen.startswith("^") else matching
 
 
-def read_network(plan: Plan, environ: Mapping[str, str]) -> tuple[Network, list[NotChecked]]:
-    """Return the interfaces, names and port, and what could not be read. Blocks some seconds at most."""
+def read_network(plan: Plan, environ: Mapping[str, str]) -> Network:
+    """Return the interfaces and names. Blocks some seconds at most."""
     interfaces, host = read_interfaces(), socket.gethostname()
     addresses, master = _resolve(host), _resolve(plan.master_addr)
     own = next((address for address in addresses if not is_loopback(address)), best_of(interfaces).addresses[0])
@@ -138,8 +135,7 @@ def read_network(plan: Plan, environ: Mapping[str, str]) -> tuple[Network, list[
     gloo = environ.get(GLOO_INTERFACE, "").split(",")[0].strip()
     gloo = gloo or next((one.name for one in interfaces if own in one.addresses), "")
     named = {name: environ[name] for name in (GLOO_INTERFACE, _NCCL_INTERFACE) if name in environ}
-    problem, missed = read_port(plan)
-    return Network(plan, interfaces, gloo, named, host, addresses, own, master, problem), missed
+    return Network(plan, interfaces, gloo, named, host, addresses, own, master)
 
 
 def read_interfaces() -> tuple[Interface, ...]:
@@ -160,19 +156,6 @@ def _resolve(name: str | None) -> tuple[str, ...]:
         if name is not None:
             answers = in_time(_RESOLVE_S, lambda: socket.getaddrinfo(name.strip("[]"), 0, type=socket.SOCK_STREAM))
     return tuple(dict.fromkeys(str(answer[4][0]) for answer in answers))
-
-
-def read_port(plan: Plan) -> tuple[str, list[NotChecked]]:
-    """Return why the port of the rendezvous cannot be used; empty if it can, or is not this machine's."""
-    host = plan.master_addr
-    if plan.is_running or (host is not None and plan.machines > 1 and not is_local(host)):
-        because = "this job's own ranks hold it" if plan.is_running else f"{host} is not an address of this machine"
-        return "", [NotChecked("whether the port is free", because)]
-    try:
-        socket.create_server(("", plan.master_port or DEFAULT_MASTER_PORT)).close()
-    except OSError as error:
-        return os.strerror(error.errno or 0), []
-    return "", []
 
 
 @check(Network, Severity.HANG)
@@ -246,21 +229,6 @@ def master_address(facts: Network) -> Iterator[Problem]:
         yield Problem(f"The name of the rendezvous host, {plan.master_addr}, cannot be resolved here.", paste=paste)
     elif is_loopback(first):
         yield Problem(f"The rendezvous host, {plan.master_addr}, resolves to {first}, a loopback address.")
-
-
-@check(Network, Severity.NOTE)
-@cost("The run cannot start; if the ranks of another job answer there, all ranks wait.")
-@fix("Choose another port, the same on every machine.")
-@paste("export MASTER_PORT=29501")
-def port_taken(facts: Network) -> Iterator[Problem]:
-    """The port of the rendezvous is in use, often by a job that has not ended.
-
-    On one machine, ``lockstep run`` uses a free port unless you choose one; then torchrun's 29500 in use is a note.
-    """
-    if facts.port_problem:
-        found = f"Port {facts.plan.master_port or DEFAULT_MASTER_PORT} on this machine cannot be used"
-        severity = Severity.HANG if facts.plan.master_port else Severity.NOTE
-        yield Problem(f"{found}: {facts.port_problem}.", severity=severity)
 
 
 # The ranks of a job that has started.

@@ -4,7 +4,6 @@ import inspect
 import io
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -65,7 +64,6 @@ SOUND = {
         addresses=("10.0.0.1",),
         own_address="10.0.0.1",
         master_addresses=("10.0.0.1",),
-        port_problem="",
     ),
     "job": network.Job(PLAN, (VERSIONS, VERSIONS), Link(1.1e9)),
     "task": machine.TaskFacts("net", 64, 4, 1000, (), 4 * MIB, 4 * MIB),
@@ -115,14 +113,6 @@ FAULTS = [
         "resolves to 127.0.0.1, a loopback address.",
     ),
     ("network", {"master_addresses": ()}, "master-address", HANG, "10.0.0.1, cannot be resolved here."),
-    (
-        "network",
-        {"port_problem": "Address already in use", "plan": replace(PLAN, master_port=29500)},
-        "port-taken",
-        HANG,
-        "Port 29500 on this machine cannot be used: Address already in use.",
-    ),
-    ("network", {"port_problem": "Address already in use"}, "port-taken", NOTE, "Port 29500 on this machine cannot be"),
     ("job", {"error": "1 of 2 ranks came."}, "ranks-do-not-meet", HANG, "1 of 2 ranks came."),
     ("job", {"link": Link(11.9e6)}, "link-slow", SLOW, "run at 95.2 Mb/s: averaging the gradients of 100 million"),
     ("job", second_rank(torch="2.11.0"), "versions-differ", HANG, "torch: 2.13.0 on rank 0; 2.11.0 on rank 1."),
@@ -279,17 +269,6 @@ def test_a_silent_file_system_does_not_hold_up_the_doctor(tmp_path, monkeypatch)
     monkeypatch.setattr(machine, "_DISK_TIMEOUT_S", 0.1)
     monkeypatch.setattr(machine.os, "fsync", lambda _: time.sleep(5))
     assert machine.read_disk(str(tmp_path))[0] == "writing 1 MiB took longer than 0.1 s"
-
-
-def test_a_port_that_somebody_holds_is_found():
-    with socket.create_server(("", 0)) as server:
-        port = server.getsockname()[1]
-        found, missed = network.read_network(Plan(1, master_port=port), {})
-        assert (found.port_problem, missed) == ("Address already in use", [])
-    (running,) = network.read_port(replace(PLAN, is_running=True))[1]
-    assert running.because == "this job's own ranks hold it"
-    (unknown,) = network.read_port(replace(PLAN, master_addr="host.invalid"))[1]
-    assert unknown.because == "host.invalid is not an address of this machine"
 
 
 TASK = """
