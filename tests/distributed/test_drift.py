@@ -79,7 +79,7 @@ def test_the_majority_is_right(ranks):
     for lines, other in ranks(3)(change):
         assert lines[0] == (
             "The ranks do not hold the same bits any more (after step 2): exp_avg of parameter 5.bias differs on "
-            "rank 0 from that on ranks 1 and 2."
+            "rank 0 from that on ranks 1, 2."
         )
         assert lines[1].startswith("1 of its 4 elements differs, by one bit: the first at [3] is ")
         assert lines[2] == "2 of 27 tensors differ. After step 1 all were alike."

@@ -4,8 +4,7 @@ import hashlib
 import io
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from operator import attrgetter, is_not
@@ -221,21 +220,11 @@ def wait_for(handle: Any, operation: str = "a collective") -> Any:
     return _blocking(operation, lambda: handle)
 
 
-@contextmanager
-def counted_wait(operation: str) -> Iterator[None]:
-    """Inside the block, mark this rank as waiting in ``operation`` for the watchdog, and count the time."""
+def _blocking(operation: str, start: Callable[[], Any]) -> Any:
+    """Start a collective and wait for it. Some groups run it already in the call that starts it."""
     started_s = time.perf_counter()
     try:
         with activity.waiting(operation):
-            yield
-    finally:
-        activity.now.waited_s += time.perf_counter() - started_s
-
-
-def _blocking(operation: str, start: Callable[[], Any]) -> Any:
-    """Start a collective and wait for it. Some groups run it already in the call that starts it."""
-    try:
-        with counted_wait(operation):
             return wait_for_call(start())
     except RuntimeError as error:  # errors of Gloo and NCCL name a socket, but no rank
         if isinstance(error, LockstepError) or is_of_signal_handler(error):
@@ -245,6 +234,8 @@ def _blocking(operation: str, start: Callable[[], Any]) -> Any:
             f"{rank}: {operation} failed: {gloo_cause(error)}\n"
             "Another rank ended, or did not take part in time: look at its output."
         ) from error
+    finally:
+        activity.now.waited_s += time.perf_counter() - started_s
 
 
 def all_reduce(tensor: Tensor, *, group: Group, op: ReduceName = "sum", pieces: Pieces | None = None) -> None:

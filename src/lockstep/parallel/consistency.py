@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.activity import format_ranks
 from lockstep.comm.collectives import AnyDevice, Group, all_gather, all_gather_different, all_gather_object, broadcast
 from lockstep.comm.fully_shard import is_sharded
 from lockstep.containers import grouped
@@ -227,10 +228,7 @@ Sides = tuple[tuple[int, ...], ...]
 
 def between(sides: Sides) -> str:
     """Return the text that says which ranks differ: the smaller sides from the largest, if there is one."""
-    names = []
-    for side in sides:
-        *others, last = map(str, side)
-        names.append(f"ranks {', '.join(others)} and {last}" if others else f"rank {last}")
+    names = [format_ranks(side) for side in sides]
     if len(sides[0]) == len(sides[1]):
         return f"between {' and '.join(names)}"
     return f"on {' and on '.join(names[1:])} from that on {names[0]}"

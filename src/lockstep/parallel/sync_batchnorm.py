@@ -6,7 +6,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -459,11 +459,8 @@ class SyncBatchNorm(TorchSyncBatchNorm):
 # --- Conversion of a model
 
 
-_Layer = TypeVar("_Layer", bound=nn.SyncBatchNorm)
-
-
 def _convert(
-    module: nn.Module, to: type[_Layer], group: Group | None, name: str, done: dict[nn.Module, nn.Module]
+    module: nn.Module, to: type[nn.SyncBatchNorm], group: Group | None, name: str, done: dict[nn.Module, nn.Module]
 ) -> nn.Module:
     if module in done:  # a layer that the model contains twice stays one layer
         return done[module]
@@ -475,7 +472,7 @@ def _convert(
     return new
 
 
-def _layer_like(old: Any, to: type[_Layer], group: Group | None, name: str) -> _Layer:
+def _layer_like(old: Any, to: type[nn.SyncBatchNorm], group: Group | None, name: str) -> nn.SyncBatchNorm:
     if isinstance(old, LazyNorm) and old.has_uninitialized_params():
         raise ConfigurationError(
             f"{name} is a {type(old).__name__} that has not seen a batch, so its number of channels is not known yet.\n"

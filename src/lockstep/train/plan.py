@@ -67,22 +67,21 @@ def devices_of(settings: FitSettings, world: World) -> list[torch.device]:
     """
     strategy, wanted = settings.strategy, None if settings.devices == "auto" else settings.devices
     is_alone = world.world_size == 1
-    problem = None
     if strategy in PER_PROCESS and wanted not in (None, world.world_size):
         started = f"{world.world_size} process{'es' * (not is_alone)}"
-        problem = (
+        raise ConfigurationError(
             f"Strategy {strategy} on {wanted} devices needs as many processes, but this run has {started}.\n"
             f"Start them with `lockstep run SCRIPT --devices {wanted}`, or omit devices."
         )
-    elif strategy not in PER_PROCESS and not is_alone:
-        problem = (
+    if strategy not in PER_PROCESS and not is_alone:
+        raise ConfigurationError(
             f"Strategy {strategy} trains in one process, but {world.world_size} were started.\n"
             "Start one, or use strategy ddp, which trains in all of them."
         )
-    elif strategy == "single" and wanted not in (None, 1):
-        problem = f"Strategy single trains on one device, but devices={wanted}.\nUse strategy dp or ddp for more."
-    if problem is not None:
-        raise ConfigurationError(problem)
+    if strategy == "single" and wanted not in (None, 1):
+        raise ConfigurationError(
+            f"Strategy single trains on one device, but devices={wanted}.\nUse strategy dp or ddp for more."
+        )
     if strategy in (*PER_PROCESS, "single"):
         return [world.device]
     if world.device.type == "cpu":

@@ -65,10 +65,10 @@ KNOWN = -4481795195106698752
 def test_the_largest_side_is_right():
     sides = sides_of(["a", "b", "a", "c"])
     assert sides == ((0, 2), (1,), (3,))
-    assert between(sides) == "on rank 1 and on rank 3 from that on ranks 0 and 2"
+    assert between(sides) == "on rank 1 and on rank 3 from that on ranks 0, 2"
     assert between(((0,), (1,))) == "between rank 0 and rank 1"
-    assert between(((0, 1), (2, 3))) == "between ranks 0 and 1 and ranks 2 and 3"
-    assert between(((0, 1, 3), (2,))) == "on rank 2 from that on ranks 0, 1 and 3"
+    assert between(((0, 1), (2, 3))) == "between ranks 0, 1 and ranks 2, 3"
+    assert between(((0, 1, 3), (2,))) == "on rank 2 from that on ranks 0, 1, 3"
     assert between(((0,), (1,), (2,))) == "between rank 0 and rank 1 and rank 2"
 
 
