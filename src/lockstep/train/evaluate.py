@@ -120,17 +120,11 @@ class Inference:
         return bad.skipped
 
     def alone(self) -> Self:
-        """Return that of one process, the same on every rank, with batches of the size of a micro-batch."""
-        split = BatchSplit(1, range(1), 1)
+        """Return that of one process, the same on every rank, with batches of the size of the smallest micro-batch."""
+        sizes = (len(self.split.positions(self.batch_size, share)) for share in range(self.split.num_shares))
+        size = max(1, min(sizes) // self.split.accumulate)
         loading = replace(self.loading, workers=0, skip_bad=True)
-        return replace(self, split=split, batch_size=self._micro_batch_size, loading=loading, group=None)
-
-    @property
-    def _micro_batch_size(self) -> int:
-        """The size of the smallest micro-batch of training."""
-        split = self.split
-        sizes = (len(split.positions(self.batch_size, share)) for share in range(split.num_shares))
-        return max(1, min(sizes) // split.accumulate)
+        return replace(self, split=BatchSplit(1, range(1), 1), batch_size=size, loading=loading, group=None)
 
     @property
     def numbers(self) -> Sequence[int]:

@@ -24,8 +24,6 @@ from lockstep.torch_internals import ExceptionWrapper, default_device, has_modes
 LossFunction = Callable[[nn.Module, Any], Tensor]
 Scale = float | Tensor
 
-_TURN_TIMEOUT_S = 600.0
-
 _SIGNAL_CHECK_S = 0.5
 
 _Results = queue.SimpleQueue[tuple[int, Any]]
@@ -110,7 +108,7 @@ class ReplicaThreads:
         ]
         for thread in self._threads:
             thread.start()
-        ready.wait(_TURN_TIMEOUT_S)
+        ready.wait()
         if self._divide_cores:
             # set_num_threads() sets the number of the calling thread, and also the initial number of threads that start
             # later: restore the latter.
@@ -124,7 +122,7 @@ def _work(tasks: _Tasks, num_cores: int | None, ready: threading.Barrier) -> Non
         # At the first operation that reads it, torch overwrites a thread's number with the process's: read it first.
         torch.get_num_threads()
         torch.set_num_threads(num_cores)
-    ready.wait(_TURN_TIMEOUT_S)
+    ready.wait()
     while (task := tasks.get()) is not None:
         index, function, results = task
         results.put((index, function()))
@@ -191,18 +189,11 @@ class ReplicaEngine:
         """Keep other threads from using the replicas.
 
         Raises:
-            LockstepError: Called inside a replica, or another thread has not ended its turn for ten minutes.
+            LockstepError: Called inside a replica.
         """
         self._threads.refuse_inside()
-        if not self._turn.acquire(timeout=_TURN_TIMEOUT_S):
-            raise LockstepError(
-                f"Another thread has been using this DataParallel module for {_TURN_TIMEOUT_S:.0f} s.\n"
-                "Use one wrapper per thread, or find out what the other thread waits for."
-            )
-        try:
+        with self._turn:
             yield
-        finally:
-            self._turn.release()
 
     def apply(self, modules: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Sequence[dict[str, Any]]) -> list[Any]:
         """Call ``modules[i](*inputs[i], **kwargs[i])`` in thread i under the caller's modes, and return the outputs.
