@@ -507,12 +507,6 @@ def root_mesh(mesh: Any) -> Any:
 pre_dp_module_transform = _late(
     "torch.distributed.tensor.parallel.ddp._pre_dp_module_transform", "DDP with tensor parallelism is refused.", _refuse
 )
-_FSDP = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
-# Return the classes of what `fully_shard` gathers and reduces with.
-fully_shard_all_gather, fully_shard_reduce_scatter = (
-    _late(f"{_FSDP}.Default{each}", "waits in fsdp are not counted.") for each in ("AllGather", "ReduceScatter")
-)
-
 
 # Static methods of torch's DDP: one sets the names that DDP ignores, the other yields the parameters that it does not.
 ignore_in_ddp, ddp_parameters = (

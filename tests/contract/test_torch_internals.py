@@ -307,7 +307,7 @@ def test_without_any_of_them_everything_can_be_imported(tmp_path):
     assert set(missing) == set(internals.INSTEAD), result.stderr
     said = [line for line in result.stderr.splitlines() if line.startswith("lockstep: torch ")]
     late = {name for name in missing if not any(f" has no {name}: " in line for line in said)}
-    parts = ("fsdp", "tensor.parallel", "profiler._Exp", "elastic.rendezvous")
+    parts = ("tensor.parallel", "profiler._Exp", "elastic.rendezvous")
     assert all(any(part in name for part in parts) for name in late), late
     assert len(said) == len(missing) - len(late)
     assert "ConfigurationError: This cannot work with torch" in result.stderr

@@ -80,7 +80,7 @@ WAYS = [
     ("torch-ddp", {}, "loader"),
     ("ddp", {"reproducible": 2}, "backward"),
     ("ddp-zero1", {}, "loader"),
-    ("fsdp", {}, "backward"),
+    ("fsdp", {}, "loader"),
 ]
 
 

@@ -1,47 +1,22 @@
-"""torch's ``fully_shard`` (FSDP2): the operations that ``fit`` uses, and timing of its collectives."""
+"""torch's ``fully_shard`` (FSDP2): the operations that ``fit`` uses."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.accelerator import is_on_meta, keeps_objects, move
-from lockstep.comm.collectives import Group, counted_wait
-from lockstep.torch_internals import fully_shard_all_gather, fully_shard_reduce_scatter
+from lockstep.comm.collectives import Group
 
 
-class _TimedCollective:
-    """A collective of ``fully_shard`` on CPUs. It blocks there, so its time is counted as waiting.
-
-    Args:
-        operation: Its name, for the watchdog.
-        inner: torch's implementation.
-    """
-
-    def __init__(self, operation: str, inner: Any) -> None:
-        self._operation, self._inner = operation, inner
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for its input or result."""
-        return self._inner.allocate(size, dtype=dtype, device=device)  # type: ignore[no-any-return]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Collective: every rank."""
-        with counted_wait(self._operation):
-            return self._inner(*args, **kwargs)
-
-
-def fully_shard_units(root: nn.Module, units: Iterable[nn.Module], *, group: Group, device: torch.device) -> bool:
+def fully_shard_units(root: nn.Module, units: Iterable[nn.Module], *, group: Group, device: torch.device) -> None:
     """Shard the parameters of ``root`` over the ranks: those of each unit together, then the rest.
 
     Parameters become ``DTensor``, on ``device``. Those of a unit are gathered only while it computes.
 
     Collective: every rank, with modules of the same shapes. Blocks.
-
-    Returns:
-        Whether `lockstep.activity` counts the time that a rank waits for others in forward and backward.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
@@ -50,18 +25,9 @@ def fully_shard_units(root: nn.Module, units: Iterable[nn.Module], *, group: Gro
     if not keeps_objects(device) and not is_on_meta(root):
         move(root, device)
     mesh = DeviceMesh.from_group(group, device.type)
-    divided = [*units, root]
     # Units first: the root then shards the remaining parameters.
-    for unit in divided:
+    for unit in [*units, root]:
         fully_shard(unit, mesh=mesh)
-    # On a GPU the collectives do not block the host, so timing them would measure nothing.
-    all_gather, reduce_scatter = fully_shard_all_gather(), fully_shard_reduce_scatter()
-    if device.type != "cpu" or None in (all_gather, reduce_scatter):
-        return False
-    for unit in divided:
-        unit.set_custom_all_gather(_TimedCollective("all_gather of fully_shard", all_gather()))  # type: ignore[operator]
-        unit.set_custom_reduce_scatter(_TimedCollective("reduce_scatter of fully_shard", reduce_scatter()))  # type: ignore[operator]
-    return True
 
 
 def is_sharded(tensor: object) -> bool:

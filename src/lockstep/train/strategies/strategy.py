@@ -360,7 +360,7 @@ class FullyShard(Strategy):
         units = find_units(model) if self._task.shard is None else list(self._task.shard(model))
         for unit in (units or [model]) if compiles else ():
             compile_in_place(unit, "fsdp", is_exact=False, in_hooks=True)
-        self._counts_waits = fully_shard.fully_shard_units(self._module, units, group=world.group, device=device)
+        fully_shard.fully_shard_units(self._module, units, group=world.group, device=device)
         if is_on_meta(model):
             initialize(model, device)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -401,8 +401,6 @@ class FullyShard(Strategy):
         how.timer.begin("backward")
         how.on_losses([part])
         how.scaled(part, self._num_ranks).backward()  # torch's mean over the ranks becomes the sum again
-        if self._counts_waits:
-            how.timer.marks.exposed_s = 0.0  # the waits of backward are counted in other phases
 
 
 def find_units(model: nn.Module) -> list[nn.Module]:
