@@ -353,7 +353,7 @@ def test_a_real_quota_is_found_and_its_waits_are_counted():
     if not (child := os.fork()):
         (group / "cgroup.procs").write_text("0")
         before = throttled_s()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 100  # a busy machine may need most of it
         while work(0.6) < 0.4 or throttled_s() - before < 0.2:  # other programs may keep it off the core
             if time.monotonic() > deadline:
                 os._exit(1)

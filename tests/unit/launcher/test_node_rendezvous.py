@@ -170,23 +170,35 @@ def test_the_name_of_a_machine_need_not_resolve(monkeypatch, flags, is_ours, con
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve_others)
     monkeypatch.setattr(node_rendezvous, "is_local", lambda host: is_ours)
+    monkeypatch.setattr(node_rendezvous, "_why_not_bindable", lambda port: None)  # whoever has these ports here
     args = parse_arguments(["--nnodes", "2", *flags, "train.py"])
     choose_rendezvous(args)
     assert args.rdzv_conf == conf
 
 
+@pytest.fixture
+def port():
+    """A port at which only sockets that share it may listen, so no other program gets it in between."""
+    with socket.socket() as keeper:
+        keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        keeper.bind(("127.0.0.1", 0))
+        yield keeper.getsockname()[1]
+
+
 @contextlib.contextmanager
-def store_of_its_own(port=0):
+def store_of_its_own(port):
     """Serve the store of a rendezvous from another process, and kill that at the end."""
     reader, writer = os.pipe()
     pid = os.fork()  # a new interpreter would import torch first
     if pid == 0:
-        store = TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
+        listener = socket.create_server(("127.0.0.1", port), reuse_port=True)
+        store = TCPStore("127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
         os.write(writer, str(store.port).encode())
-        time.sleep(60)
+        time.sleep(110)
         os._exit(0)
     try:
-        yield int(os.read(reader, 10))
+        assert int(os.read(reader, 10)) == port
+        yield
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -194,17 +206,17 @@ def store_of_its_own(port=0):
 
 
 def until(condition):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 100
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
-def test_a_store_that_is_lost_is_awaited_and_the_machines_meet_in_the_next_one(capfd, monkeypatch):
+def test_a_store_that_is_lost_is_awaited_and_the_machines_meet_in_the_next_one(port, capfd, monkeypatch):
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0")  # is set, and taken back with the test
     monkeypatch.setattr(node_rendezvous, "_TRY_PERIOD_S", 0.1)
-    conf = {"is_host": False, "last_call_timeout": 1, "join_timeout": 20, "read_timeout": 5}
-    with store_of_its_own() as port:
+    conf = {"is_host": False, "last_call_timeout": 1, "join_timeout": 100, "read_timeout": 50}
+    with store_of_its_own(port):
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=2,
