@@ -125,6 +125,25 @@ def test_every_public_name_is_in_the_reference():
     assert set(lockstep.__all__) - {"__version__"} <= named
 
 
+NOTES = sorted((REPO / "docs" / "design").glob("*.md"))
+
+
+@pytest.mark.parametrize("note", NOTES, ids=lambda note: note.stem)
+def test_a_design_note_names_what_exists(note):
+    """Its names with an underscore or in camel case, and its files: read in code spans, and ``_names`` in drawings."""
+    sources = [*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.c"), *(REPO / "tests").rglob("*.py")]
+    words = set(re.findall(r"\w+", "\n".join(path.read_text() for path in sources)))
+    words |= {path.stem for path in sources}
+    text, drawings = note.read_text(), []
+    text = FENCED.sub(lambda block: drawings.append(block[2]) or "", text)
+    names = set(re.findall(r"[A-Za-z_]\w+", " ".join(re.findall(r"`([^`\n]+)`", text))))
+    names = {name for name in names if "_" in name or re.search("[a-z][A-Z]", name)}
+    names |= {name for drawing in drawings for name in re.findall(r"(?<![\w.])_[a-z]\w+", drawing)}
+    assert names - words == set()
+    files = {name for part in (text, *drawings) for name in re.findall(r"[\w/]+\.(?:py|c)\b", part)}
+    assert [name for name in files if not [*REPO.glob(f"src/**/{name}"), *REPO.glob(name)]] == []
+
+
 def test_messages_are_read_from_the_source(tmp_path):
     (tmp_path / "a.py").write_text(
         'ADVICE = "Give | another."\n'
