@@ -56,7 +56,8 @@ class Agent(LocalElasticAgent):
     - Ranks that support it are requested to save and stop before they are started again with another machine
       (`_is_done_after_stop`). If a machine's ranks stopped at the request of another machine, this one follows it
       (`_follow_others`).
-    - Lost ranks are replaced while the others go on, if these can (`_replace_lost`).
+    - Lost ranks are replaced while the others go on, if these can (`_replace_lost`): see `RankReplacement`. Launchers
+      of several machines agree on it in quorums, also about machines that are lost or join: see `Machines`.
     - After a rank was killed, a job on one machine may go on with one fewer (``min_ranks``).
     - The number of restarts is that of the whole job; each of torch's launchers counts the failures that it saw.
     - It records when each rank ended, and which ones still ran when the launcher began to stop them: those are never
