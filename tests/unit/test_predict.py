@@ -7,7 +7,7 @@ import pytest
 
 from lockstep.study.common import console, to_json
 from lockstep.study.links import Computing, Cost, Method, Profile, ReadyBucket, given_link
-from lockstep.study.predict import choose, forecast, list_methods, render, render_page, sentences, to_record
+from lockstep.study.predict import choose, forecast, list_methods, render, sentences, to_record
 from lockstep.telemetry.cost import Price
 from lockstep.telemetry.provenance import Provenance
 
@@ -61,7 +61,7 @@ def test_a_task_that_never_pays_says_so():
     ]
 
 
-def test_the_table_the_json_and_the_page(capsys):
+def test_the_table_and_the_json(capsys):
     found = predicted(given_link("100Mb"))
     console().print(render(found))
     out = capsys.readouterr().out
@@ -74,7 +74,3 @@ def test_the_table_the_json_and_the_page(capsys):
     assert row["method"]["name"] == "ddp"
     assert row["steps"]["2"]["sent_bytes"] == pytest.approx(43.2e6)
     assert record["profile"]["buckets"][0] == {"size_bytes": 1_000_000, "ready": 0.1}
-    page = render_page(found, PROVENANCE, "lockstep predict <b>.py")
-    assert "Efficiency over machines" in page
-    assert "&lt;b&gt;" in page
-    assert f"rare {100 * found.efficiency(found.rows[-1], 1):.0f}% on 1" in page

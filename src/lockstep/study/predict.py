@@ -24,7 +24,7 @@ from lockstep.parallel.ddp.bucket_events import Event
 from lockstep.parallel.ddp.buckets import Bucket, ParameterSpec, plan_buckets
 from lockstep.parallel.ddp.setup import bucket_caps_bytes
 from lockstep.parallel.ddp.wrapper import DistributedDataParallel
-from lockstep.study import drawing, links
+from lockstep.study import links
 from lockstep.study.common import MIB, Table, load, log, run_ranks
 from lockstep.study.compare.benchmark import TURN_TIMEOUT_S, time_steps
 from lockstep.study.links import Computing, Cost, Link, Method, Profile, ReadyBucket, Step
@@ -484,7 +484,7 @@ def sentences(found: Forecast) -> list[str]:
     return [text, turn_on, paying, f"{costs} Energy is not predicted."]
 
 
-# --- as a table, JSON and a page --------------------------------------------------------------------------------------
+# --- as a table and JSON ----------------------------------------------------------------------------------------------
 
 
 def table(found: Forecast) -> Table:
@@ -526,35 +526,3 @@ def to_record(found: Forecast, provenance: Provenance) -> dict[str, Any]:
     chosen = choose(found)
     verdict = {"use": None if chosen is None else chosen.method.name, "sentences": sentences(found)}
     return {"version": 1, **asdict(found), "verdict": verdict, "provenance": asdict(provenance)}
-
-
-_COLOURS = (drawing.BLUE, drawing.ORANGE, drawing.GREEN, drawing.VERMILION, drawing.SKY, drawing.PURPLE, drawing.GREY)
-
-
-def render_page(found: Forecast, provenance: Provenance, command: str) -> str:
-    """Return verdict, plot and table as an HTML page."""
-    with drawing.drawing_style():
-        plot = _plot(found)
-    shown = table(found)
-    body = drawing.figures_body(plot, [shown], footnotes(found), command, provenance)
-    heading = f"{found.task} on several machines"
-    return drawing.html_page(f"{found.task}: lockstep predict", heading, shown.title, sentences(found), body)
-
-
-def _plot(found: Forecast) -> str:
-    """Plot the efficiency over the number of machines, one line per method."""
-    figure, axes = drawing.make_axes(3.6, grid="y")
-    words = []
-    for place, row in enumerate(found.rows):
-        counts = list(row.steps)
-        percents = [100 * found.efficiency(row, count) for count in counts]
-        look = {"color": _COLOURS[place % len(_COLOURS)], "linestyle": "-" if place < len(_COLOURS) else "--"}
-        axes.plot(counts, percents, marker="o", markersize=3.5, linewidth=1.8, label=row.method.name, **look)
-        listed = ", ".join(f"{percent:.0f}% on {count}" for count, percent in zip(counts, percents, strict=True))
-        words.append(f"{row.method.name} {listed}")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(counts, [str(count) for count in counts])
-    axes.minorticks_off()
-    axes.set(ylim=(0, None), xlabel="machines", ylabel="efficiency, %")
-    drawing.legend_above(axes, 3)
-    return drawing.finish_plot("Efficiency over machines", f"Lines of efficiency: {'; '.join(words)}.", figure)
