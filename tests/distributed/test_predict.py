@@ -99,7 +99,7 @@ def test_a_task_is_measured_and_predicted(task_file, tmp_path, capsys):
             "A global batch of 16 is too small: each of 20 devices needs a sample",
         ),
         (["other.py", "--link", "1Gb"], "other.py does not exist.\n"),
-        ([".", "--link", "1Gb"], "No run was recorded in ."),
+        ([".", "--link", "1Gb"], ". is a folder.\nName a Python file that has a lockstep.Task."),
     ],
 )
 def test_what_cannot_be_predicted_is_one_clear_error(task_file, capsys, args, message):

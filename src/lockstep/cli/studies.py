@@ -166,7 +166,7 @@ def tune(task_file: str, devices: int | None, out: str | None, settings_file: st
 
 
 @command()
-@click.argument("target", metavar="TASK.py|RUN")
+@click.argument("target", metavar="TASK.py")
 @click.option("--machines", "num_machines", type=click.IntRange(1), metavar="N", help="Machines; 2, or the job's.")
 @click.option("--link", metavar="RATE", help="Of each machine, such as 100Mb or 20MB/s; probed between those of a job.")
 @click.option("--latency", type=click.FloatRange(0), default=0.2, metavar="MS", help="Of a message over --link; 0.2.")
@@ -175,7 +175,7 @@ def tune(task_file: str, devices: int | None, out: str | None, settings_file: st
 @_PRICE
 @_JSON
 def predict(target: str, link: str | None, latency: float, json_file: str | None, **how: Any) -> None:
-    """Predict what the task of TASK.py, or a recorded run, takes on several machines over a network.
+    """Predict what the task of TASK.py takes on several machines over a network.
 
     Measures a step on one rank, what exchanging gradients takes of the processor, and between the machines of a job
     the link. Ends in seconds and efficiency for 1, 2, 4, 8 ... machines, with each thing that can be turned on, and a
@@ -188,8 +188,6 @@ def predict(target: str, link: str | None, latency: float, json_file: str | None
           four machines with eight ranks each
       lockstep run --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --devices 1 -m lockstep predict examples/gpt.py
           on both machines (--node-rank 1 on the second): the link between them is probed
-      lockstep predict runs/gpt --link 1Gb
-          a run that was recorded with --run-dir, over another link
     """
     from lockstep.comm.world import init
     from lockstep.study import predict as prediction
@@ -199,12 +197,9 @@ def predict(target: str, link: str | None, latency: float, json_file: str | None
     check_writable(json_file)
     cost, settings = Price.read(how.pop("price")), _take_settings(how, "global_batch_size", "precision")
     how["link"] = None if link is None else given_link(link, latency / 1e3)
-    if Path(target).is_dir():
-        found: prediction.Forecast | None = prediction.predict_run(Path(target), **how)
-    else:
-        in_job = RankEnv.from_environ(os.environ).world_size > 1
-        with init() if in_job else nullcontext() as world:
-            found = prediction.predict_task(target, settings, world, **how)
+    in_job = RankEnv.from_environ(os.environ).world_size > 1
+    with init() if in_job else nullcontext() as world:
+        found = prediction.predict_task(target, settings, world, **how)
     if found is None:  # rank zero prints it
         return
     found = replace(found, price=cost)

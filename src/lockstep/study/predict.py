@@ -5,7 +5,6 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
-from pathlib import Path
 from statistics import median
 from typing import Any, final
 
@@ -28,11 +27,8 @@ from lockstep.study import links
 from lockstep.study.common import MIB, Table, load, log, run_ranks
 from lockstep.study.compare.benchmark import TURN_TIMEOUT_S, time_steps
 from lockstep.study.links import Computing, Cost, Link, Method, Profile, ReadyBucket, Step
-from lockstep.study.report.figures import find_network
 from lockstep.telemetry.cost import Price, more_than_alone
-from lockstep.telemetry.figures import find_figures
 from lockstep.telemetry.provenance import Provenance
-from lockstep.telemetry.record import read_run
 from lockstep.telemetry.step_times import Mark, milliseconds, seconds_between
 from lockstep.train.plan import check_batch
 from lockstep.train.settings import Settings
@@ -313,7 +309,6 @@ class Forecast:
         task: Its name.
         num_machines: The requested number of machines.
         rows: `PLAIN` first.
-        notes: What the figures do not include.
         price: Of the device of a rank for an hour, if known.
     """
 
@@ -322,7 +317,6 @@ class Forecast:
     link: Link
     num_machines: int
     rows: Sequence[Row]
-    notes: Sequence[str] = ()
     price: Price | None = None
 
     def speed_up(self, row: Row, num_machines: int | None = None) -> float:
@@ -393,41 +387,7 @@ def predict_task(
     return forecast(found.name, profile, list_methods(costs, profile), link, num_machines)
 
 
-def predict_run(
-    folder: Path, *, num_machines: int | None = None, link: Link | None = None, ranks_per_machine: int | None = None
-) -> Forecast:
-    """Return the forecast for a recorded run on several machines, from its record alone.
-
-    Args:
-        folder: Of the run.
-        num_machines: Machines to predict for; those of the record, or 2, if None.
-        link: Between them; that of the record if None.
-        ranks_per_machine: Ranks of each; those of the record if None.
-
-    Raises:
-        ConfigurationError: Nothing was recorded there, no step has a timeline, or the link is not known.
-    """
-    run = read_run(folder)
-    if (known := find_network(run, find_figures(run))) is None:
-        raise ConfigurationError(
-            f"The record in {folder} has no step of DistributedDataParallel with a timeline.\n"
-            "Record one with lockstep train TASK.py --run-dir DIR --strategy ddp, or name the task."
-        )
-    link = link or known.link
-    if link is None:
-        raise ConfigurationError(
-            f"The run in {folder} was on one machine, so its record has no link.\nName one, such as --link 100Mb."
-        )
-    profile = replace(known.profile, ranks_per_machine=ranks_per_machine or known.profile.ranks_per_machine)
-    note = "From a record: computing is taken in proportion to the samples, compression as free. Name the task instead."
-    count = num_machines or max(2, known.num_machines)
-    methods = list_methods({PLAIN.name: Cost()}, profile)
-    return forecast(str(run.last.get("task") or "a run"), profile, methods, link, count, [note])
-
-
-def forecast(
-    task: str, profile: Profile, methods: Sequence[Method], link: Link, num_machines: int, notes: Sequence[str] = ()
-) -> Forecast:
+def forecast(task: str, profile: Profile, methods: Sequence[Method], link: Link, num_machines: int) -> Forecast:
     """Return the figures of all methods; a pure function."""
     counts = [count for count in machine_counts(num_machines) if profile.share(count)]
     alone = links.predict_step(profile, methods[0], link, 1)
@@ -443,7 +403,7 @@ def forecast(
         Row(method, {count: links.predict_step(profile, method, link, count) for count in counts}, pays_from(method))
         for method in methods
     ]
-    return Forecast(task, profile, link, num_machines, rows, notes)
+    return Forecast(task, profile, link, num_machines, rows)
 
 
 def choose(found: Forecast) -> Row | None:
@@ -505,20 +465,19 @@ def table(found: Forecast) -> Table:
     return Table(title, ["", *columns], rows, numbers=columns)
 
 
-def footnotes(found: Forecast) -> list[str]:
-    """Return the notes on the figures."""
-    return [
+def footnote(found: Forecast) -> str:
+    """Return how to read the figures."""
+    return (
         "Time of a step, and efficiency: the speed-up over one machine, divided by the number of machines. The global "
         f"batch stays the same. The bytes that each machine sends in a step, and the link from which it pays, are for "
-        f"{found.num_machines} machines. Of a link given in bits, {links.PAYLOAD_SHARE:.0%} carry gradients.",
-        *found.notes,
-    ]
+        f"{found.num_machines} machines. Of a link given in bits, {links.PAYLOAD_SHARE:.0%} carry gradients."
+    )
 
 
 def render(found: Forecast) -> RenderableType:
     """Return table and verdict for a terminal."""
-    notes = (Text(note, style="dim") for note in footnotes(found))
-    return Group(table(found).rich(), *notes, Text(), *(Text(line, style="bold") for line in sentences(found)))
+    verdict = (Text(line, style="bold") for line in sentences(found))
+    return Group(table(found).rich(), Text(footnote(found), style="dim"), Text(), *verdict)
 
 
 def to_record(found: Forecast, provenance: Provenance) -> dict[str, Any]:
