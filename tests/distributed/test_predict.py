@@ -2,6 +2,8 @@
 
 import json
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -85,6 +87,36 @@ def test_a_task_is_measured_and_predicted(task_file, tmp_path, capsys):
     assert rows["ddp"]["steps"]["3"]["sent_bytes"] == pytest.approx(2 * 2 / 3 * 4 * NUM_PARAMETERS, rel=0.03)
     wire_s = rows["ddp"]["steps"]["3"]["sent_bytes"] / record["link"]["bytes_per_s"]
     assert rows["ddp"]["steps"]["3"]["seconds"] > wire_s
+
+
+def measured_while_others_have_the_cores(world, *request):
+    time_steps, waited_s = prediction.time_steps, 6.75
+
+    def disturbed(trainer, num_steps):
+        seconds, records = time_steps(trainer, num_steps)
+        late = [SimpleNamespace(times=replace(each.times, core_wait_s=waited_s), timer=each.timer) for each in records]
+        return seconds + waited_s, late
+
+    prediction.time_steps = disturbed
+    try:
+        return measured(world, *request)
+    finally:
+        prediction.time_steps = time_steps
+
+
+def test_waiting_for_a_core_is_no_part_of_a_step(task_file, tmp_path, capsys, ranks, monkeypatch):
+    monkeypatch.setattr(
+        prediction,
+        "run_ranks",
+        lambda _, *request, devices, backend: ranks(devices)(measured_while_others_have_the_cores, *request),
+    )
+    assert cli.main(["predict", task_file, "--link", "100Mb", "--json", "figures.json"]) == 0
+    assert "The machine was busy: a step took 6." in " ".join(capsys.readouterr().out.split())
+    found = json.loads((tmp_path / "figures.json").read_text())
+    for each in found["profile"]["computing"].values():
+        assert each["wall_s"] > each["core_wait_s"] == 6.75
+        assert each["before_s"] + each["backward_s"] + each["after_s"] < each["wall_s"] - 6.7
+    assert found["verdict"]["sentences"][0].startswith("The machine was busy")
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 from lockstep.study import links
 from lockstep.study.common import MIB, Table, load, log, run_ranks
 from lockstep.study.compare.benchmark import TURN_TIMEOUT_S, time_steps
+from lockstep.study.compare.comparison import CROWDED
 from lockstep.study.links import Computing, Cost, Link, Method, Profile, ReadyBucket, Step
 from lockstep.telemetry.cost import Price, more_than_alone
 from lockstep.telemetry.provenance import Provenance
@@ -65,7 +66,7 @@ def list_methods(costs: Mapping[str, Cost], profile: Profile) -> list[Method]:
         if cost := costs.get(name) or (sent and Cost(sent, staged=True)):
             found.append(Method(name, f"--compression {name}", effect, cost, is_compressed=True))
     batch = f"--accumulate {ACCUMULATE} --global-batch-size {ACCUMULATE * profile.global_batch_size}"
-    larger = f"each update takes a global batch {ACCUMULATE} times as large"
+    larger = f"another training run: each update takes a global batch {ACCUMULATE} times as large"
     found.append(replace(plain, name=f"accumulate {ACCUMULATE}", flags=batch, effect=larger, accumulate=ACCUMULATE))
     for name, steps in SYNC_EVERY.items():
         flags, effect = f"--strategy {name} --sync-every {steps}", f"parameters are exchanged every {steps} steps"
@@ -141,27 +142,34 @@ def _measure_computing(task: Task, settings: Settings, num_samples: int, world: 
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(arrive)
         first_s = min(time_steps(trainer, 1)[0] for _ in range(_NUM_WARMUP))
-        parts, ready, cpu_s, wall_s = [], [], 0.0, 0.0
+        parts, ready, cpu_s, held_s = list[Computing](), [], 0.0, 0.0
         for _ in range(min(max(math.ceil(_TURN_S / first_s), _FEWEST), _MOST)):
             arrivals.clear()
             began_s = time.process_time()
             seconds, (record,) = time_steps(trainer, 1)
-            cpu_s, wall_s = cpu_s + time.process_time() - began_s, wall_s + seconds
             times = record.times
-            before_s, backward_s = times.part("data_wait") + times.part("forward"), times.part("backward")
-            parts.append(Computing(before_s, backward_s, max(0.0, seconds - before_s - backward_s)))
+            core_wait_s = times.part("core_wait")
+            cpu_s, held_s = cpu_s + time.process_time() - began_s, held_s + seconds - core_wait_s
+            before_s, backward_s = times.part("data_wait", "forward"), times.part("backward")
+            after_s = max(0.0, seconds - before_s - backward_s - core_wait_s)
+            parts.append(Computing(before_s, backward_s, after_s, seconds, core_wait_s))
             begin, end = next(span[1:3] for span in record.timer.marks.spans if span[0] == "backward")
             whole_s = seconds_between(begin, end) or 1.0
             # Without a gradient, at the end.
             ready.append([seconds_between(begin, arrivals.get(each, end)) / whole_s for each in parameters])
         order = [median(each) for each in zip(*ready, strict=True)]
         buckets = [_ready_buckets(parameters, order, is_compressed=each) for each in (False, True)]
+    # Of the faster half, as other programs only make steps slower.
+    half = sorted(parts, key=lambda each: each.wall_s - each.core_wait_s)[: -(-len(parts) // 2)]
+    typical = Computing(*map(median, zip(*map(astuple, half), strict=True)))
+    walls_s, waits_s = [each.wall_s for each in parts], [each.core_wait_s for each in parts]
+    typical = replace(typical, wall_s=median(walls_s), core_wait_s=median(waits_s), fastest_s=min(walls_s))
     return replace(
         profile,
-        computing={**profile.computing, num_samples: Computing(*map(median, zip(*map(astuple, parts), strict=True)))},
+        computing={**profile.computing, num_samples: typical},
         buckets=buckets[0],
         small_buckets=buckets[1],
-        busy_cores=cpu_s / wall_s * profile.ranks_per_machine,
+        busy_cores=cpu_s / held_s * profile.ranks_per_machine,
     )
 
 
@@ -280,8 +288,10 @@ def _sent_bytes() -> int:
 
 # Machines with this efficiency are well used.
 GOOD_EFFICIENCY = 0.8
-# Another machine is worthwhile from this speed-up on.
+# Another machine, or a method that changes the training more, is worthwhile if it is so many times as fast.
 _WORTH = 1.05
+# Measured steps are of a quiet machine if the median is less than so many times the fastest.
+_EVEN = 1.5
 _FEWEST_MACHINES_SHOWN = 8
 
 
@@ -320,8 +330,9 @@ class Forecast:
     price: Price | None = None
 
     def speed_up(self, row: Row, num_machines: int | None = None) -> float:
-        """Return the speed-up over one machine."""
-        return row.steps[num_machines or self.num_machines].samples_per_s / self.rows[0].steps[1].samples_per_s
+        """Return the speed-up over one machine with the same global batch."""
+        alone = row if row.method.accumulate > 1 else self.rows[0]
+        return row.steps[num_machines or self.num_machines].samples_per_s / alone.steps[1].samples_per_s
 
     def efficiency(self, row: Row, num_machines: int | None = None) -> float:
         """Return the speed-up over the number of machines."""
@@ -390,13 +401,13 @@ def predict_task(
 def forecast(task: str, profile: Profile, methods: Sequence[Method], link: Link, num_machines: int) -> Forecast:
     """Return the figures of all methods; a pure function."""
     counts = [count for count in machine_counts(num_machines) if profile.share(count)]
-    alone = links.predict_step(profile, methods[0], link, 1)
 
     def pays_from(method: Method) -> float | None:
         def rate(bytes_per_s: float) -> float:
             other = replace(link, bytes_per_s=bytes_per_s)
             return links.predict_step(profile, method, other, num_machines).samples_per_s
 
+        alone = links.predict_step(profile, replace(methods[0], accumulate=method.accumulate), link, 1)
         return links.break_even(rate, _WORTH * alone.samples_per_s)
 
     rows = [
@@ -407,10 +418,34 @@ def forecast(task: str, profile: Profile, methods: Sequence[Method], link: Link,
 
 
 def choose(found: Forecast) -> Row | None:
-    """Return the first method with a good efficiency, otherwise the fastest; None if none is worthwhile."""
-    good = next((row for row in found.rows if found.efficiency(row) >= GOOD_EFFICIENCY), None)
-    best = good or max(found.rows, key=found.speed_up)
-    return best if found.speed_up(best) >= _WORTH else None
+    """Return the method to use; None if none is worthwhile.
+
+    It must be clearly faster than one machine, and than each method that changes the training less. Of those that are,
+    it is the first with a good efficiency, otherwise the last.
+    """
+    best, fastest = None, 1.0
+    for row in found.rows:
+        if found.speed_up(row) >= _WORTH * fastest:
+            best = row
+            if found.efficiency(row) >= GOOD_EFFICIENCY:
+                break
+        fastest = max(fastest, found.speed_up(row))
+    return best
+
+
+def disturbances(profile: Profile) -> list[str]:
+    """Return a sentence if other programs had the cores while steps were measured, otherwise none."""
+    worst = max(profile.computing.values(), key=lambda each: each.core_wait_s / (each.wall_s or 1.0))
+    is_busy = worst.core_wait_s > CROWDED * worst.wall_s
+    if not is_busy:
+        worst = max(profile.computing.values(), key=lambda each: each.wall_s / (each.fastest_s or 1.0))
+        if worst.wall_s <= _EVEN * worst.fastest_s:
+            return []
+    return [
+        f"The {'machine was busy' if is_busy else 'measured steps differ'}: a step took {milliseconds(worst.wall_s)}, "
+        f"{milliseconds(worst.core_wait_s)} of that waiting for a core, and the fastest one "
+        f"{milliseconds(worst.fastest_s)}. The figures may be too large: stop other programs, and run again."
+    ]
 
 
 def sentences(found: Forecast) -> list[str]:
@@ -423,13 +458,14 @@ def sentences(found: Forecast) -> list[str]:
         f"{links.format_megabytes(step.sent_bytes)} a step."
     )
     if chosen is None:
-        turn_on = f"Train on one machine: no option makes {machines} faster over this link."
+        turn_on = f"Train on one machine: no option makes {machines} clearly faster over this link."
     elif chosen is plain:
         turn_on = f"No option is needed: this is {found.efficiency(plain):.0%} of linear scaling on {machines}."
     else:
         turn_on = (
             f"Turn on {chosen.method.name} ({chosen.method.flags}): {found.speed_up(chosen):.2f} times the speed of "
-            f"one machine, {found.efficiency(chosen):.0%} of linear scaling; {chosen.method.effect}."
+            f"one machine with the same global batch, {found.efficiency(chosen):.0%} of linear scaling; "
+            f"{chosen.method.effect}."
         )
     pays = [f"{links.format_rate(row.pays_from)} on with {row.method.name}" for row in found.rows if row.pays_from]
     never = f"{machines.capitalize()} never pay for this task: no link makes them faster than one."
@@ -441,7 +477,7 @@ def sentences(found: Forecast) -> list[str]:
     ]
     costs = f"Compared with an hour of one machine, for the same samples, {row.method.name}: {'; '.join(bought)}."
     paying = f"{machines.capitalize()} pay from {', '.join(pays)}." if pays else never
-    return [text, turn_on, paying, f"{costs} Energy is not predicted."]
+    return [*disturbances(found.profile), text, turn_on, paying, f"{costs} Energy is not predicted."]
 
 
 # --- as a table and JSON ----------------------------------------------------------------------------------------------
@@ -460,17 +496,21 @@ def table(found: Forecast) -> Table:
         cells = [f"{milliseconds(row.steps[count].seconds)} {found.efficiency(row, count):4.0%}" for count in counts]
         sent = links.format_megabytes(row.steps[found.num_machines].sent_bytes)
         pays_from = "never" if row.pays_from is None else links.format_rate(row.pays_from)
-        rows.append([row.method.name, *cells, sent, pays_from])
+        is_another_run = row.method.accumulate > 1 or row.method.sync_every > 1
+        rows.append([row.method.name + "*" * is_another_run, *cells, sent, pays_from])
     columns += ["sends", "pays from"]
     return Table(title, ["", *columns], rows, numbers=columns)
 
 
 def footnote(found: Forecast) -> str:
     """Return how to read the figures."""
+    larger = [row.method for row in found.rows if row.method.accumulate > 1]
+    but = "".join(f", {each.accumulate} times as large with {each.name}" for each in larger)
     return (
-        "Time of a step, and efficiency: the speed-up over one machine, divided by the number of machines. The global "
-        f"batch stays the same. The bytes that each machine sends in a step, and the link from which it pays, are for "
-        f"{found.num_machines} machines. Of a link given in bits, {links.PAYLOAD_SHARE:.0%} carry gradients."
+        "Time of a step, and efficiency: the speed-up over one machine with the same global batch, divided by the "
+        f"number of machines. The global batch is {found.profile.global_batch_size}{but}; * is another training run. "
+        f"The bytes that each machine sends in a step, and the link from which it pays, are for {found.num_machines} "
+        f"machines. Of a link given in bits, {links.PAYLOAD_SHARE:.0%} carry gradients."
     )
 
 
