@@ -2,6 +2,8 @@
 
 import json
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -61,12 +63,11 @@ def task_file(ranks, tmp_path, monkeypatch):
 
 
 def test_a_task_is_measured_and_predicted(task_file, tmp_path, capsys):
-    files = ["--json", "figures.json", "--html", "page.html"]
-    assert cli.main(["predict", task_file, "--machines", "3", "--link", "100Mb", *files]) == 0
+    args = ["--machines", "3", "--link", "100Mb", "--json", "figures.json"]
+    assert cli.main(["predict", task_file, *args]) == 0
     out = capsys.readouterr().out
     assert "tiny: global batch 16, 1.58 MB of gradients; link 100Mb as given" in out
     assert "3 machines pay from " in out or "3 machines never pay" in out
-    assert "Efficiency over machines" in (tmp_path / "page.html").read_text()
     record = json.loads((tmp_path / "figures.json").read_text())
     profile, rows = record["profile"], {row["method"]["name"]: row for row in record["rows"]}
     # Parts of 16 samples on 1, 2, 3, 4 and 8 machines.
@@ -88,6 +89,36 @@ def test_a_task_is_measured_and_predicted(task_file, tmp_path, capsys):
     assert rows["ddp"]["steps"]["3"]["seconds"] > wire_s
 
 
+def measured_while_others_have_the_cores(world, *request):
+    time_steps, waited_s = prediction.time_steps, 6.75
+
+    def disturbed(trainer, num_steps):
+        seconds, records = time_steps(trainer, num_steps)
+        late = [SimpleNamespace(times=replace(each.times, core_wait_s=waited_s), timer=each.timer) for each in records]
+        return seconds + waited_s, late
+
+    prediction.time_steps = disturbed
+    try:
+        return measured(world, *request)
+    finally:
+        prediction.time_steps = time_steps
+
+
+def test_waiting_for_a_core_is_no_part_of_a_step(task_file, tmp_path, capsys, ranks, monkeypatch):
+    monkeypatch.setattr(
+        prediction,
+        "run_ranks",
+        lambda _, *request, devices, backend: ranks(devices)(measured_while_others_have_the_cores, *request),
+    )
+    assert cli.main(["predict", task_file, "--link", "100Mb", "--json", "figures.json"]) == 0
+    assert "The machine was busy: a step took 6." in " ".join(capsys.readouterr().out.split())
+    found = json.loads((tmp_path / "figures.json").read_text())
+    for each in found["profile"]["computing"].values():
+        assert each["wall_s"] > each["core_wait_s"] == 6.75
+        assert each["before_s"] + each["backward_s"] + each["after_s"] < each["wall_s"] - 6.7
+    assert found["verdict"]["sentences"][0].startswith("The machine was busy")
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -100,7 +131,7 @@ def test_a_task_is_measured_and_predicted(task_file, tmp_path, capsys):
             "A global batch of 16 is too small: each of 20 devices needs a sample",
         ),
         (["other.py", "--link", "1Gb"], "other.py does not exist.\n"),
-        ([".", "--link", "1Gb"], "No run was recorded in ."),
+        ([".", "--link", "1Gb"], ". is a folder.\nName a Python file that has a lockstep.Task."),
     ],
 )
 def test_what_cannot_be_predicted_is_one_clear_error(task_file, capsys, args, message):

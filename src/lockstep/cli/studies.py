@@ -166,7 +166,7 @@ def tune(task_file: str, devices: int | None, out: str | None, settings_file: st
 
 
 @command()
-@click.argument("target", metavar="TASK.py|RUN")
+@click.argument("target", metavar="TASK.py")
 @click.option("--machines", "num_machines", type=click.IntRange(1), metavar="N", help="Machines; 2, or the job's.")
 @click.option("--link", metavar="RATE", help="Of each machine, such as 100Mb or 20MB/s; probed between those of a job.")
 @click.option("--latency", type=click.FloatRange(0), default=0.2, metavar="MS", help="Of a message over --link; 0.2.")
@@ -174,11 +174,8 @@ def tune(task_file: str, devices: int | None, out: str | None, settings_file: st
 @settings_options(Settings, "global_batch_size", "precision")
 @_PRICE
 @_JSON
-@_HTML
-def predict(
-    target: str, link: str | None, latency: float, json_file: str | None, html_file: str | None, **how: Any
-) -> None:
-    """Predict what the task of TASK.py, or a recorded run, takes on several machines over a network.
+def predict(target: str, link: str | None, latency: float, json_file: str | None, **how: Any) -> None:
+    """Predict what the task of TASK.py takes on several machines over a network.
 
     Measures a step on one rank, what exchanging gradients takes of the processor, and between the machines of a job
     the link. Ends in seconds and efficiency for 1, 2, 4, 8 ... machines, with each thing that can be turned on, and a
@@ -187,36 +184,28 @@ def predict(
     Examples:
       lockstep predict examples/gpt.py --machines 2 --link 100Mb
           two machines in an office
-      lockstep predict examples/gpt.py --machines 4 --link 1Gb --ranks-per-machine 8 --html gpt.html
-          four machines with eight ranks each, and a page with a plot
+      lockstep predict examples/gpt.py --machines 4 --link 1Gb --ranks-per-machine 8
+          four machines with eight ranks each
       lockstep run --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --devices 1 -m lockstep predict examples/gpt.py
           on both machines (--node-rank 1 on the second): the link between them is probed
-      lockstep predict runs/gpt --link 1Gb
-          a run that was recorded with --run-dir, over another link
     """
     from lockstep.comm.world import init
     from lockstep.study import predict as prediction
     from lockstep.study.links import given_link
     from lockstep.telemetry import provenance
 
-    check_writable(json_file, html_file)
+    check_writable(json_file)
     cost, settings = Price.read(how.pop("price")), _take_settings(how, "global_batch_size", "precision")
     how["link"] = None if link is None else given_link(link, latency / 1e3)
-    if Path(target).is_dir():
-        found: prediction.Forecast | None = prediction.predict_run(Path(target), **how)
-    else:
-        in_job = RankEnv.from_environ(os.environ).world_size > 1
-        with init() if in_job else nullcontext() as world:
-            found = prediction.predict_task(target, settings, world, **how)
+    in_job = RankEnv.from_environ(os.environ).world_size > 1
+    with init() if in_job else nullcontext() as world:
+        found = prediction.predict_task(target, settings, world, **how)
     if found is None:  # rank zero prints it
         return
     found = replace(found, price=cost)
     console().print(prediction.render(found))
     origin = provenance.gather(Path(target.rpartition(".py")[0] + ".py"))
     write("figures", json_file, to_json(prediction.to_record(found, origin)))
-    if html_file is not None:
-        command = hide_secrets(["lockstep", *sys.argv[1:]])
-        write("page", html_file, prediction.render_page(found, origin, command))
 
 
 def _verify_script(

@@ -14,8 +14,7 @@ from lockstep.telemetry.provenance import Provenance
 from lockstep.telemetry.step_times import PARTS, Part
 
 # Okabe and Ito's palette: distinguishable with every common form of colour blindness, on light and dark backgrounds.
-BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
-GREY = "#999999"
+BLUE, GREEN, VERMILION = "#0072B2", "#009E73", "#D55E00"
 
 
 def fill(name: str, markup: Mapping[str, str]) -> str:
@@ -71,14 +70,10 @@ def label_rows(axes: Any, labels: Sequence[str], label: str) -> None:
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
     axes.set_xlabel(label)
-    legend_above(axes, 3, -0.18)
-
-
-def legend_above(axes: Any, ncols: int, left: float = -0.1) -> None:
-    """Put the legend above the axes, where it hides nothing; each label once."""
+    # Each label once.
     handles, labels = axes.get_legend_handles_labels()
     unique = dict(zip(labels, handles, strict=True))
-    axes.legend(unique.values(), unique.keys(), ncols=ncols, loc="lower left", bbox_to_anchor=(left, 1.0))
+    axes.legend(unique.values(), unique.keys(), ncols=3, loc="lower left", bbox_to_anchor=(-0.18, 1.0))
 
 
 def draw_bar(axes: Any, place: float, part: Part, begin_s: float, end_s: float, *, height: float) -> None:

@@ -95,11 +95,20 @@ def cable_bytes(size_bytes: float, num_members: int) -> float:
 
 @dataclass(frozen=True)
 class Computing:
-    """Seconds of a step of one rank without an exchange: before, in and after backward."""
+    """Seconds of a step of one rank without an exchange.
+
+    Attributes:
+        before_s, backward_s, after_s: Before, in and after backward, without waiting for a core.
+        wall_s, core_wait_s: A measured step as the clock shows it, and waiting for a core in it; medians of all steps.
+        fastest_s: The fastest of these.
+    """
 
     before_s: float
     backward_s: float
     after_s: float
+    wall_s: float = 0.0
+    core_wait_s: float = 0.0
+    fastest_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -189,7 +198,8 @@ class Profile:
         """Return the times for so many samples, in proportion to those of the nearest number that was measured."""
         nearest = min(self.computing, key=lambda known: abs(known - num_samples))
         found, times = self.computing[nearest], num_samples / nearest
-        return Computing(found.before_s * times, found.backward_s * times, found.after_s)  # the update does not change
+        # The update does not change.
+        return replace(found, before_s=found.before_s * times, backward_s=found.backward_s * times)
 
 
 # --- a step over a link -----------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
-from pathlib import Path
 from statistics import median
 from typing import Any, final
 
@@ -24,15 +23,13 @@ from lockstep.parallel.ddp.bucket_events import Event
 from lockstep.parallel.ddp.buckets import Bucket, ParameterSpec, plan_buckets
 from lockstep.parallel.ddp.setup import bucket_caps_bytes
 from lockstep.parallel.ddp.wrapper import DistributedDataParallel
-from lockstep.study import drawing, links
+from lockstep.study import links
 from lockstep.study.common import MIB, Table, load, log, run_ranks
 from lockstep.study.compare.benchmark import TURN_TIMEOUT_S, time_steps
+from lockstep.study.compare.comparison import CROWDED
 from lockstep.study.links import Computing, Cost, Link, Method, Profile, ReadyBucket, Step
-from lockstep.study.report.figures import find_network
 from lockstep.telemetry.cost import Price, more_than_alone
-from lockstep.telemetry.figures import find_figures
 from lockstep.telemetry.provenance import Provenance
-from lockstep.telemetry.record import read_run
 from lockstep.telemetry.step_times import Mark, milliseconds, seconds_between
 from lockstep.train.plan import check_batch
 from lockstep.train.settings import Settings
@@ -69,7 +66,7 @@ def list_methods(costs: Mapping[str, Cost], profile: Profile) -> list[Method]:
         if cost := costs.get(name) or (sent and Cost(sent, staged=True)):
             found.append(Method(name, f"--compression {name}", effect, cost, is_compressed=True))
     batch = f"--accumulate {ACCUMULATE} --global-batch-size {ACCUMULATE * profile.global_batch_size}"
-    larger = f"each update takes a global batch {ACCUMULATE} times as large"
+    larger = f"another training run: each update takes a global batch {ACCUMULATE} times as large"
     found.append(replace(plain, name=f"accumulate {ACCUMULATE}", flags=batch, effect=larger, accumulate=ACCUMULATE))
     for name, steps in SYNC_EVERY.items():
         flags, effect = f"--strategy {name} --sync-every {steps}", f"parameters are exchanged every {steps} steps"
@@ -145,27 +142,34 @@ def _measure_computing(task: Task, settings: Settings, num_samples: int, world: 
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(arrive)
         first_s = min(time_steps(trainer, 1)[0] for _ in range(_NUM_WARMUP))
-        parts, ready, cpu_s, wall_s = [], [], 0.0, 0.0
+        parts, ready, cpu_s, held_s = list[Computing](), [], 0.0, 0.0
         for _ in range(min(max(math.ceil(_TURN_S / first_s), _FEWEST), _MOST)):
             arrivals.clear()
             began_s = time.process_time()
             seconds, (record,) = time_steps(trainer, 1)
-            cpu_s, wall_s = cpu_s + time.process_time() - began_s, wall_s + seconds
             times = record.times
-            before_s, backward_s = times.part("data_wait") + times.part("forward"), times.part("backward")
-            parts.append(Computing(before_s, backward_s, max(0.0, seconds - before_s - backward_s)))
+            core_wait_s = times.part("core_wait")
+            cpu_s, held_s = cpu_s + time.process_time() - began_s, held_s + seconds - core_wait_s
+            before_s, backward_s = times.part("data_wait", "forward"), times.part("backward")
+            after_s = max(0.0, seconds - before_s - backward_s - core_wait_s)
+            parts.append(Computing(before_s, backward_s, after_s, seconds, core_wait_s))
             begin, end = next(span[1:3] for span in record.timer.marks.spans if span[0] == "backward")
             whole_s = seconds_between(begin, end) or 1.0
             # Without a gradient, at the end.
             ready.append([seconds_between(begin, arrivals.get(each, end)) / whole_s for each in parameters])
         order = [median(each) for each in zip(*ready, strict=True)]
         buckets = [_ready_buckets(parameters, order, is_compressed=each) for each in (False, True)]
+    # Of the faster half, as other programs only make steps slower.
+    half = sorted(parts, key=lambda each: each.wall_s - each.core_wait_s)[: -(-len(parts) // 2)]
+    typical = Computing(*map(median, zip(*map(astuple, half), strict=True)))
+    walls_s, waits_s = [each.wall_s for each in parts], [each.core_wait_s for each in parts]
+    typical = replace(typical, wall_s=median(walls_s), core_wait_s=median(waits_s), fastest_s=min(walls_s))
     return replace(
         profile,
-        computing={**profile.computing, num_samples: Computing(*map(median, zip(*map(astuple, parts), strict=True)))},
+        computing={**profile.computing, num_samples: typical},
         buckets=buckets[0],
         small_buckets=buckets[1],
-        busy_cores=cpu_s / wall_s * profile.ranks_per_machine,
+        busy_cores=cpu_s / held_s * profile.ranks_per_machine,
     )
 
 
@@ -284,8 +288,10 @@ def _sent_bytes() -> int:
 
 # Machines with this efficiency are well used.
 GOOD_EFFICIENCY = 0.8
-# Another machine is worthwhile from this speed-up on.
+# Another machine, or a method that changes the training more, is worthwhile if it is so many times as fast.
 _WORTH = 1.05
+# Measured steps are of a quiet machine if the median is less than so many times the fastest.
+_EVEN = 1.5
 _FEWEST_MACHINES_SHOWN = 8
 
 
@@ -313,7 +319,6 @@ class Forecast:
         task: Its name.
         num_machines: The requested number of machines.
         rows: `PLAIN` first.
-        notes: What the figures do not include.
         price: Of the device of a rank for an hour, if known.
     """
 
@@ -322,12 +327,12 @@ class Forecast:
     link: Link
     num_machines: int
     rows: Sequence[Row]
-    notes: Sequence[str] = ()
     price: Price | None = None
 
     def speed_up(self, row: Row, num_machines: int | None = None) -> float:
-        """Return the speed-up over one machine."""
-        return row.steps[num_machines or self.num_machines].samples_per_s / self.rows[0].steps[1].samples_per_s
+        """Return the speed-up over one machine with the same global batch."""
+        alone = row if row.method.accumulate > 1 else self.rows[0]
+        return row.steps[num_machines or self.num_machines].samples_per_s / alone.steps[1].samples_per_s
 
     def efficiency(self, row: Row, num_machines: int | None = None) -> float:
         """Return the speed-up over the number of machines."""
@@ -393,64 +398,54 @@ def predict_task(
     return forecast(found.name, profile, list_methods(costs, profile), link, num_machines)
 
 
-def predict_run(
-    folder: Path, *, num_machines: int | None = None, link: Link | None = None, ranks_per_machine: int | None = None
-) -> Forecast:
-    """Return the forecast for a recorded run on several machines, from its record alone.
-
-    Args:
-        folder: Of the run.
-        num_machines: Machines to predict for; those of the record, or 2, if None.
-        link: Between them; that of the record if None.
-        ranks_per_machine: Ranks of each; those of the record if None.
-
-    Raises:
-        ConfigurationError: Nothing was recorded there, no step has a timeline, or the link is not known.
-    """
-    run = read_run(folder)
-    if (known := find_network(run, find_figures(run))) is None:
-        raise ConfigurationError(
-            f"The record in {folder} has no step of DistributedDataParallel with a timeline.\n"
-            "Record one with lockstep train TASK.py --run-dir DIR --strategy ddp, or name the task."
-        )
-    link = link or known.link
-    if link is None:
-        raise ConfigurationError(
-            f"The run in {folder} was on one machine, so its record has no link.\nName one, such as --link 100Mb."
-        )
-    profile = replace(known.profile, ranks_per_machine=ranks_per_machine or known.profile.ranks_per_machine)
-    note = "From a record: computing is taken in proportion to the samples, compression as free. Name the task instead."
-    count = num_machines or max(2, known.num_machines)
-    methods = list_methods({PLAIN.name: Cost()}, profile)
-    return forecast(str(run.last.get("task") or "a run"), profile, methods, link, count, [note])
-
-
-def forecast(
-    task: str, profile: Profile, methods: Sequence[Method], link: Link, num_machines: int, notes: Sequence[str] = ()
-) -> Forecast:
+def forecast(task: str, profile: Profile, methods: Sequence[Method], link: Link, num_machines: int) -> Forecast:
     """Return the figures of all methods; a pure function."""
     counts = [count for count in machine_counts(num_machines) if profile.share(count)]
-    alone = links.predict_step(profile, methods[0], link, 1)
 
     def pays_from(method: Method) -> float | None:
         def rate(bytes_per_s: float) -> float:
             other = replace(link, bytes_per_s=bytes_per_s)
             return links.predict_step(profile, method, other, num_machines).samples_per_s
 
+        alone = links.predict_step(profile, replace(methods[0], accumulate=method.accumulate), link, 1)
         return links.break_even(rate, _WORTH * alone.samples_per_s)
 
     rows = [
         Row(method, {count: links.predict_step(profile, method, link, count) for count in counts}, pays_from(method))
         for method in methods
     ]
-    return Forecast(task, profile, link, num_machines, rows, notes)
+    return Forecast(task, profile, link, num_machines, rows)
 
 
 def choose(found: Forecast) -> Row | None:
-    """Return the first method with a good efficiency, otherwise the fastest; None if none is worthwhile."""
-    good = next((row for row in found.rows if found.efficiency(row) >= GOOD_EFFICIENCY), None)
-    best = good or max(found.rows, key=found.speed_up)
-    return best if found.speed_up(best) >= _WORTH else None
+    """Return the method to use; None if none is worthwhile.
+
+    It must be clearly faster than one machine, and than each method that changes the training less. Of those that are,
+    it is the first with a good efficiency, otherwise the last.
+    """
+    best, fastest = None, 1.0
+    for row in found.rows:
+        if found.speed_up(row) >= _WORTH * fastest:
+            best = row
+            if found.efficiency(row) >= GOOD_EFFICIENCY:
+                break
+        fastest = max(fastest, found.speed_up(row))
+    return best
+
+
+def disturbances(profile: Profile) -> list[str]:
+    """Return a sentence if other programs had the cores while steps were measured, otherwise none."""
+    worst = max(profile.computing.values(), key=lambda each: each.core_wait_s / (each.wall_s or 1.0))
+    is_busy = worst.core_wait_s > CROWDED * worst.wall_s
+    if not is_busy:
+        worst = max(profile.computing.values(), key=lambda each: each.wall_s / (each.fastest_s or 1.0))
+        if worst.wall_s <= _EVEN * worst.fastest_s:
+            return []
+    return [
+        f"The {'machine was busy' if is_busy else 'measured steps differ'}: a step took {milliseconds(worst.wall_s)}, "
+        f"{milliseconds(worst.core_wait_s)} of that waiting for a core, and the fastest one "
+        f"{milliseconds(worst.fastest_s)}. The figures may be too large: stop other programs, and run again."
+    ]
 
 
 def sentences(found: Forecast) -> list[str]:
@@ -463,13 +458,14 @@ def sentences(found: Forecast) -> list[str]:
         f"{links.format_megabytes(step.sent_bytes)} a step."
     )
     if chosen is None:
-        turn_on = f"Train on one machine: no option makes {machines} faster over this link."
+        turn_on = f"Train on one machine: no option makes {machines} clearly faster over this link."
     elif chosen is plain:
         turn_on = f"No option is needed: this is {found.efficiency(plain):.0%} of linear scaling on {machines}."
     else:
         turn_on = (
             f"Turn on {chosen.method.name} ({chosen.method.flags}): {found.speed_up(chosen):.2f} times the speed of "
-            f"one machine, {found.efficiency(chosen):.0%} of linear scaling; {chosen.method.effect}."
+            f"one machine with the same global batch, {found.efficiency(chosen):.0%} of linear scaling; "
+            f"{chosen.method.effect}."
         )
     pays = [f"{links.format_rate(row.pays_from)} on with {row.method.name}" for row in found.rows if row.pays_from]
     never = f"{machines.capitalize()} never pay for this task: no link makes them faster than one."
@@ -481,10 +477,10 @@ def sentences(found: Forecast) -> list[str]:
     ]
     costs = f"Compared with an hour of one machine, for the same samples, {row.method.name}: {'; '.join(bought)}."
     paying = f"{machines.capitalize()} pay from {', '.join(pays)}." if pays else never
-    return [text, turn_on, paying, f"{costs} Energy is not predicted."]
+    return [*disturbances(found.profile), text, turn_on, paying, f"{costs} Energy is not predicted."]
 
 
-# --- as a table, JSON and a page --------------------------------------------------------------------------------------
+# --- as a table and JSON ----------------------------------------------------------------------------------------------
 
 
 def table(found: Forecast) -> Table:
@@ -500,25 +496,28 @@ def table(found: Forecast) -> Table:
         cells = [f"{milliseconds(row.steps[count].seconds)} {found.efficiency(row, count):4.0%}" for count in counts]
         sent = links.format_megabytes(row.steps[found.num_machines].sent_bytes)
         pays_from = "never" if row.pays_from is None else links.format_rate(row.pays_from)
-        rows.append([row.method.name, *cells, sent, pays_from])
+        is_another_run = row.method.accumulate > 1 or row.method.sync_every > 1
+        rows.append([row.method.name + "*" * is_another_run, *cells, sent, pays_from])
     columns += ["sends", "pays from"]
     return Table(title, ["", *columns], rows, numbers=columns)
 
 
-def footnotes(found: Forecast) -> list[str]:
-    """Return the notes on the figures."""
-    return [
-        "Time of a step, and efficiency: the speed-up over one machine, divided by the number of machines. The global "
-        f"batch stays the same. The bytes that each machine sends in a step, and the link from which it pays, are for "
-        f"{found.num_machines} machines. Of a link given in bits, {links.PAYLOAD_SHARE:.0%} carry gradients.",
-        *found.notes,
-    ]
+def footnote(found: Forecast) -> str:
+    """Return how to read the figures."""
+    larger = [row.method for row in found.rows if row.method.accumulate > 1]
+    but = "".join(f", {each.accumulate} times as large with {each.name}" for each in larger)
+    return (
+        "Time of a step, and efficiency: the speed-up over one machine with the same global batch, divided by the "
+        f"number of machines. The global batch is {found.profile.global_batch_size}{but}; * is another training run. "
+        f"The bytes that each machine sends in a step, and the link from which it pays, are for {found.num_machines} "
+        f"machines. Of a link given in bits, {links.PAYLOAD_SHARE:.0%} carry gradients."
+    )
 
 
 def render(found: Forecast) -> RenderableType:
     """Return table and verdict for a terminal."""
-    notes = (Text(note, style="dim") for note in footnotes(found))
-    return Group(table(found).rich(), *notes, Text(), *(Text(line, style="bold") for line in sentences(found)))
+    verdict = (Text(line, style="bold") for line in sentences(found))
+    return Group(table(found).rich(), Text(footnote(found), style="dim"), Text(), *verdict)
 
 
 def to_record(found: Forecast, provenance: Provenance) -> dict[str, Any]:
@@ -526,35 +525,3 @@ def to_record(found: Forecast, provenance: Provenance) -> dict[str, Any]:
     chosen = choose(found)
     verdict = {"use": None if chosen is None else chosen.method.name, "sentences": sentences(found)}
     return {"version": 1, **asdict(found), "verdict": verdict, "provenance": asdict(provenance)}
-
-
-_COLOURS = (drawing.BLUE, drawing.ORANGE, drawing.GREEN, drawing.VERMILION, drawing.SKY, drawing.PURPLE, drawing.GREY)
-
-
-def render_page(found: Forecast, provenance: Provenance, command: str) -> str:
-    """Return verdict, plot and table as an HTML page."""
-    with drawing.drawing_style():
-        plot = _plot(found)
-    shown = table(found)
-    body = drawing.figures_body(plot, [shown], footnotes(found), command, provenance)
-    heading = f"{found.task} on several machines"
-    return drawing.html_page(f"{found.task}: lockstep predict", heading, shown.title, sentences(found), body)
-
-
-def _plot(found: Forecast) -> str:
-    """Plot the efficiency over the number of machines, one line per method."""
-    figure, axes = drawing.make_axes(3.6, grid="y")
-    words = []
-    for place, row in enumerate(found.rows):
-        counts = list(row.steps)
-        percents = [100 * found.efficiency(row, count) for count in counts]
-        look = {"color": _COLOURS[place % len(_COLOURS)], "linestyle": "-" if place < len(_COLOURS) else "--"}
-        axes.plot(counts, percents, marker="o", markersize=3.5, linewidth=1.8, label=row.method.name, **look)
-        listed = ", ".join(f"{percent:.0f}% on {count}" for count, percent in zip(counts, percents, strict=True))
-        words.append(f"{row.method.name} {listed}")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(counts, [str(count) for count in counts])
-    axes.minorticks_off()
-    axes.set(ylim=(0, None), xlabel="machines", ylabel="efficiency, %")
-    drawing.legend_above(axes, 3)
-    return drawing.finish_plot("Efficiency over machines", f"Lines of efficiency: {'; '.join(words)}.", figure)

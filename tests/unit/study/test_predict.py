@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from lockstep.study.common import console, to_json
-from lockstep.study.links import Computing, Cost, Method, Profile, ReadyBucket, given_link
-from lockstep.study.predict import choose, forecast, list_methods, render, render_page, sentences, to_record
+from lockstep.study.links import Computing, Cost, Method, Profile, ReadyBucket, Step, given_link
+from lockstep.study.predict import Forecast, Row, choose, footnote, forecast, list_methods, render, sentences, to_record
 from lockstep.telemetry.cost import Price
 from lockstep.telemetry.provenance import Provenance
 
@@ -56,12 +56,85 @@ def test_a_task_that_never_pays_says_so():
     found = forecast("tiny", tiny, list_methods(COSTS, tiny)[:2], given_link("100Gb"), 2)
     assert choose(found) is None
     assert sentences(found)[1:3] == [
-        "Train on one machine: no option makes 2 machines faster over this link.",
+        "Train on one machine: no option makes 2 machines clearly faster over this link.",
         "2 machines never pay for this task: no link makes them faster than one.",
     ]
 
 
-def test_the_table_the_json_and_the_page(capsys):
+def with_speeds(*speeds):
+    """Return a forecast in which the methods have these speeds on 2 machines, over one with the first."""
+    rows = [Row(Method(f"m{each}"), {1: Step(1.0, 0.0, 1), 2: Step(1 / each, 0.0, 1)}, None) for each in speeds]
+    return Forecast("planted", PROFILE, given_link("1Gb"), 2, rows)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "advised"),
+    [
+        ((1.2, 1.204), "m1.2"),  # 0.3 % is no reason to change gradients
+        ((1.2, 1.26), "m1.26"),
+        ((1.2, 1.22, 1.27), "m1.2"),  # the last is 1.04 times as fast as the one before
+        ((1.2, 1.65, 1.9), "m1.65"),  # good enough
+        ((1.59, 1.61), "m1.59"),
+        ((1.049,), None),
+        ((0.5, 1.05), "m1.05"),
+    ],
+)
+def test_a_method_that_changes_the_training_more_must_be_clearly_faster(speeds, advised):
+    chosen = choose(with_speeds(*speeds))
+    assert (chosen and chosen.method.name) == advised
+
+
+def test_a_larger_batch_is_compared_with_one_machine_that_has_it():
+    methods = {each.name: each for each in list_methods(COSTS, PROFILE)}
+    found = forecast("gpt", PROFILE, [methods["ddp"], methods["accumulate 4"]], given_link("1000Gb"), 2)
+    # 4 * 0.35 + 0.01 s on one machine; two need half of the 1.4 s, and the same for the update.
+    assert found.speed_up(found.rows[1]) == pytest.approx(1.41 / 0.71, rel=0.01)
+    tiny = replace(PROFILE, computing={share: Computing(0.0, 0.0, 0.01) for share in (32, 16, 8, 4)})
+    found = forecast("tiny", tiny, list_methods(COSTS, tiny), given_link("100Gb"), 2)
+    accumulate = next(row for row in found.rows if row.method.accumulate > 1)
+    assert (found.efficiency(accumulate, 1), accumulate.pays_from) == (1.0, None)
+    assert footnote(found).startswith(
+        "Time of a step, and efficiency: the speed-up over one machine with the same global batch, divided by the "
+        "number of machines. The global batch is 32, 4 times as large with accumulate 4; * is another training run. "
+    )
+
+
+def test_rows_that_change_the_training_are_marked(capsys):
+    console().print(render(forecast("gpt", PROFILE, list_methods(COSTS, PROFILE), given_link("100Mb"), 2)))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0].strip() for line in lines if "B  " in line] == [
+        "ddp", "bf16", "int8", "int4", "accumulate 4*", "local-sgd*", "diloco*",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("measured", "warning"),
+    [
+        (
+            (6.86, 6.75, 0.31),
+            "machine was busy: a step took 6.86 s, 6.75 s of that waiting for a core, and the fastest",
+        ),
+        (
+            (0.5, 0.0, 0.3),
+            "measured steps differ: a step took 500 ms, 0.00 ms of that waiting for a core, and the fastest",
+        ),
+        ((0.4, 0.03, 0.3), None),
+    ],
+)
+def test_a_busy_machine_is_the_first_sentence_of_the_verdict(measured, warning):
+    names = ("wall_s", "core_wait_s", "fastest_s")
+    whole = replace(SHARES[32], **dict(zip(names, measured, strict=True)))
+    found = predicted(given_link("1Gb"), replace(PROFILE, computing={**SHARES, 32: whole}))
+    first, *others = sentences(found)
+    if warning is None:
+        assert first.startswith("DistributedDataParallel ") and len(others) == 3
+    else:
+        ending = f" one {measured[2] * 1e3:.0f} ms. The figures may be too large: stop other programs, and run again."
+        assert first == f"The {warning}{ending}"
+        assert to_record(found, PROVENANCE)["verdict"]["sentences"][0] == first
+
+
+def test_the_table_and_the_json(capsys):
     found = predicted(given_link("100Mb"))
     console().print(render(found))
     out = capsys.readouterr().out
@@ -74,7 +147,3 @@ def test_the_table_the_json_and_the_page(capsys):
     assert row["method"]["name"] == "ddp"
     assert row["steps"]["2"]["sent_bytes"] == pytest.approx(43.2e6)
     assert record["profile"]["buckets"][0] == {"size_bytes": 1_000_000, "ready": 0.1}
-    page = render_page(found, PROVENANCE, "lockstep predict <b>.py")
-    assert "Efficiency over machines" in page
-    assert "&lt;b&gt;" in page
-    assert f"rare {100 * found.efficiency(found.rows[-1], 1):.0f}% on 1" in page

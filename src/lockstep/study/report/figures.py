@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import NamedTuple
 
-from lockstep.study.links import Computing, Link, Profile, ReadyBucket, cable_bytes, format_rate
+from lockstep.study.links import Computing, Link, Profile, ReadyBucket, cable_bytes
 from lockstep.telemetry.cost import Price, Usage
 from lockstep.telemetry.figures import Figures
 from lockstep.telemetry.record import Recorded, Timeline
@@ -59,7 +59,7 @@ def find_network(run: Recorded, figures: Figures) -> Network | None:
     alone = Computing(parts.part("data_wait", "forward"), parts.part("backward"), rest_s)
     profile = Profile(batch, {-(-batch // num_ranks): alone}, buckets, ranks_per_machine=-(-num_ranks // machines))
     rates = [rate for each in timelines if (rate := _link_rate(each, run, machines))]
-    link = Link(median(rates), source=f"{format_rate(median(rates))} as recorded") if rates else None
+    link = Link(median(rates)) if rates else None
     return Network(machines, profile, link, _slowest_link(run))
 
 

@@ -1,10 +1,7 @@
-"""A run over a slow network: what the report and `predict` make of its record, and what the live view shows of it."""
+"""A run over a slow network: what the report makes of its record, and what the live view shows of it."""
 
 import pytest
 
-from lockstep.errors import ConfigurationError
-from lockstep.study.links import given_link
-from lockstep.study.predict import predict_run
 from lockstep.study.report.figures import find_network
 from lockstep.study.report.view import sentences, view_run
 from lockstep.telemetry.figures import RankFigures, Snapshot, find_figures
@@ -68,22 +65,6 @@ def test_one_machine_has_no_network(tmp_path):
     timeline = timeline_line(4, START, own_s=0.27, wait_s=3.81, buckets=BUCKETS)
     run = write_run(tmp_path / "run", [[*steps(30, **SLOW), timeline]] * 2)
     assert "machines" not in sentences(view_run(run))[1]
-    with pytest.raises(ConfigurationError, match="was on one machine, so its record has no link"):
-        predict_run(run)
-
-
-def test_a_record_is_predicted_over_its_own_link_and_over_another(folder):
-    as_it_was = predict_run(folder)
-    assert (as_it_was.num_machines, as_it_was.link.source) == (2, "88.6 Mb/s as recorded")
-    # What was measured comes out again.
-    assert as_it_was.rows[0].steps[2].seconds == pytest.approx(0.09 + 0.18 + 3.81 + 0.02, rel=0.01)
-    faster = predict_run(folder, num_machines=4, link=given_link("10Gb"))
-    assert faster.rows[0].steps[4].seconds < 0.25
-
-
-def test_a_record_without_buckets_is_refused(tmp_path):
-    with pytest.raises(ConfigurationError, match="has no step of DistributedDataParallel with a timeline"):
-        predict_run(write_run(tmp_path / "run", [steps()]))
 
 
 def test_the_live_view_names_the_slowest_link():
