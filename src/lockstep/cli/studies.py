@@ -27,7 +27,7 @@ _DEVICES = click.option(
 )
 _STRATEGIES = click.option("--strategies", metavar="LIST", help="Comma-separated strategies to try, such as ddp,fsdp.")
 _JSON = click.option("--json", "json_file", metavar="FILE", help="Write the results as JSON.")
-_HTML = click.option("--html", "html_file", metavar="FILE", help="Write a page with a plot, which needs no network.")
+_REPLACEMENT = "Until ranks in place of a lost machine have built the model; default: as long as one takes here."
 _PRICE = click.option("--price", metavar="SUM", help='Price of a device per hour, such as 2.50 or "2.50 EUR".')
 
 FAULTS = f"""Faults (rank and step are counted from 0 and from 1):
@@ -86,7 +86,7 @@ _COMPARED = ("seed", "global_batch_size", "precision", "workers")
 @click.option("--memory/--no-memory", default=True, help="Measure peak memory in new processes; default: on.")
 @_PRICE
 @_JSON
-@_HTML
+@click.option("--html", "html_file", metavar="FILE", help="Write a page with a plot, which needs no network.")
 def compare(task_file: str, json_file: str | None, html_file: str | None, **how: Any) -> None:
     """Train the task of TASK.py on one device, with DataParallel and DistributedDataParallel, ours and torch's.
 
@@ -171,6 +171,8 @@ def tune(task_file: str, devices: int | None, out: str | None, settings_file: st
 @click.option("--link", metavar="RATE", help="Of each machine, such as 100Mb or 20MB/s; probed between those of a job.")
 @click.option("--latency", type=click.FloatRange(0), default=0.2, metavar="MS", help="Of a message over --link; 0.2.")
 @click.option("--ranks-per-machine", type=click.IntRange(1), metavar="N", help="Ranks of each; 1, or those of the job.")
+@click.option("--mtbf", "mtbf_h", type=click.FloatRange(1e-6, 1e9), metavar="HOURS", help="A machine's: adds goodput.")
+@click.option("--replacement", "replacement_s", type=click.FloatRange(0, 1e9), metavar="SECONDS", help=_REPLACEMENT)
 @settings_options(Settings, "global_batch_size", "precision")
 @_PRICE
 @_JSON
@@ -179,13 +181,16 @@ def predict(target: str, link: str | None, latency: float, json_file: str | None
 
     Measures a step on one rank, what exchanging gradients takes of the processor, and between the machines of a job
     the link. Ends in seconds and efficiency for 1, 2, 4, 8 ... machines, with each thing that can be turned on, and a
-    verdict: what to turn on, and from which link on more machines pay.
+    verdict: what to turn on, and from which link on more machines pay. With --mtbf, also which share of the time
+    trains if machines fail, by the time between checkpoints.
 
     Examples:
       lockstep predict examples/gpt.py --machines 2 --link 100Mb
           two machines in an office
       lockstep predict examples/gpt.py --machines 4 --link 1Gb --ranks-per-machine 8
           four machines with eight ranks each
+      lockstep predict examples/gpt.py --machines 8 --link 10Gb --mtbf 1000 --replacement 300 --price 2.50
+          one of the machines fails every 125 h: what restarts, recovery in place and a spare machine lose
       lockstep run --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --devices 1 -m lockstep predict examples/gpt.py
           on both machines (--node-rank 1 on the second): the link between them is probed
     """

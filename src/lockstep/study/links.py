@@ -99,15 +99,14 @@ class Computing:
 
     Attributes:
         before_s, backward_s, after_s: Before, in and after backward, without waiting for a core.
-        wall_s, core_wait_s: A measured step as the clock shows it, and waiting for a core in it; medians of all steps.
-        fastest_s: The fastest of these.
+        wall_s: A measured step as the clock shows it, with waiting for a core.
+        fastest_s: The fastest measured step, without that.
     """
 
     before_s: float
     backward_s: float
     after_s: float
     wall_s: float = 0.0
-    core_wait_s: float = 0.0
     fastest_s: float = 0.0
 
 
@@ -174,6 +173,8 @@ class Profile:
         cores: Of a machine.
         busy_cores: Cores that the ranks of a machine use for computing.
         ranks_per_machine: Number of ranks of a machine.
+        start_s: From the start of a rank's process until it has built the model.
+        checkpoint_s, state_bytes: Writing a checkpoint, and its tensors; 0 if none was written.
     """
 
     global_batch_size: int
@@ -183,6 +184,9 @@ class Profile:
     busy_cores: float = 1
     ranks_per_machine: int = 1
     small_buckets: Sequence[ReadyBucket] = ()
+    start_s: float = 0.0
+    checkpoint_s: float = 0.0
+    state_bytes: int = 0
 
     @property
     def gradient_bytes(self) -> int:

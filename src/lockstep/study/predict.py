@@ -2,12 +2,15 @@
 
 import contextlib
 import math
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
+from pathlib import Path
 from statistics import median
 from typing import Any, final
 
+import psutil
 import torch
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -17,7 +20,7 @@ from lockstep.accelerator import mark_on
 from lockstep.comm.collectives import all_reduce
 from lockstep.comm.network import sent_to
 from lockstep.comm.world import World
-from lockstep.env import usable_cores
+from lockstep.env import machine_timeout_s, usable_cores
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.ddp.bucket_events import Event
 from lockstep.parallel.ddp.buckets import Bucket, ParameterSpec, plan_buckets
@@ -26,7 +29,7 @@ from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 from lockstep.study import links
 from lockstep.study.common import MIB, Table, load, log, run_ranks
 from lockstep.study.compare.benchmark import TURN_TIMEOUT_S, time_steps
-from lockstep.study.compare.comparison import CROWDED
+from lockstep.study.goodput import Goodput, JobTimes, predict_goodput
 from lockstep.study.links import Computing, Cost, Link, Method, Profile, ReadyBucket, Step
 from lockstep.telemetry.cost import Price, more_than_alone
 from lockstep.telemetry.provenance import Provenance
@@ -89,6 +92,7 @@ def measure(
     shares: Sequence[int],
     num_threads: int,
     link: Link | None,
+    saves: bool,
     world: World,
 ) -> tuple[Profile, Mapping[str, Cost], Link]:
     """Measure the task's step on rank zero alone, then exchanges between all ranks, and the link.
@@ -104,6 +108,7 @@ def measure(
         shares: Samples of a rank's part of a global batch, for each number of machines.
         num_threads: Of a rank.
         link: The link; it is probed if None.
+        saves: Whether to write a checkpoint, to the folder for temporary files.
         world: The ranks.
 
     Raises:
@@ -113,7 +118,7 @@ def measure(
     task = load(task)
     for share in shares if world.is_rank_zero else ():
         log(f"measuring a step of {share} samples on one rank")
-        profile = _measure_computing(task, settings, share, world, profile)
+        profile = _measure_steps(task, settings, share, world, profile, saves)
     world.barrier(TURN_TIMEOUT_S)  # the other ranks sleep meanwhile
     costs: dict[str, Cost] = {}
     link = link or links.probe_link(world)
@@ -129,15 +134,17 @@ def measure(
     return profile, costs, link
 
 
-def _measure_computing(task: Task, settings: Settings, num_samples: int, world: World, profile: Profile) -> Profile:
+def _measure_steps(task: Task, settings: Settings, share: int, world: World, profile: Profile, saves: bool) -> Profile:
     """Train some steps in this process; return ``profile`` with times, buckets, and the number of cores in use."""
-    alone = replace(settings, epochs=None, steps=_MANY_STEPS, global_batch_size=num_samples)
+    alone = replace(settings, epochs=None, steps=_MANY_STEPS, global_batch_size=share)
     arrivals: dict[Tensor, Mark] = {}  # of the gradients of a step
 
     def arrive(parameter: Tensor) -> None:
         arrivals[parameter] = mark_on(world.device)
 
     with contextlib.closing(Trainer(task, alone, world, strategy="single", devices=[world.device])) as trainer:
+        if not profile.computing:
+            profile = replace(profile, start_s=time.time() - psutil.Process().create_time())
         parameters = [each for each in trainer.model.parameters() if each.requires_grad]
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(arrive)
@@ -152,21 +159,28 @@ def _measure_computing(task: Task, settings: Settings, num_samples: int, world: 
             cpu_s, held_s = cpu_s + time.process_time() - began_s, held_s + seconds - core_wait_s
             before_s, backward_s = times.part("data_wait", "forward"), times.part("backward")
             after_s = max(0.0, seconds - before_s - backward_s - core_wait_s)
-            parts.append(Computing(before_s, backward_s, after_s, seconds, core_wait_s))
+            parts.append(Computing(before_s, backward_s, after_s, seconds, seconds - core_wait_s))
             begin, end = next(span[1:3] for span in record.timer.marks.spans if span[0] == "backward")
             whole_s = seconds_between(begin, end) or 1.0
             # Without a gradient, at the end.
             ready.append([seconds_between(begin, arrivals.get(each, end)) / whole_s for each in parameters])
+        if saves and not profile.state_bytes:
+            # Imported here, because it imports DCP, which takes a second.
+            from lockstep.train.checkpoints.checkpoint_storage import TreePacker, write_shard
+
+            packer = TreePacker(trainer.state_dict(), is_coordinator=True)
+            with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
+                began_s = time.perf_counter()
+                write_shard(Path(folder), "predict", 0, packer.tensors)
+                profile = replace(profile, checkpoint_s=time.perf_counter() - began_s, state_bytes=packer.num_bytes)
         order = [median(each) for each in zip(*ready, strict=True)]
         buckets = [_ready_buckets(parameters, order, is_compressed=each) for each in (False, True)]
     # Of the faster half, as other programs only make steps slower.
-    half = sorted(parts, key=lambda each: each.wall_s - each.core_wait_s)[: -(-len(parts) // 2)]
+    half = sorted(parts, key=lambda each: each.fastest_s)[: -(-len(parts) // 2)]
     typical = Computing(*map(median, zip(*map(astuple, half), strict=True)))
-    walls_s, waits_s = [each.wall_s for each in parts], [each.core_wait_s for each in parts]
-    typical = replace(typical, wall_s=median(walls_s), core_wait_s=median(waits_s), fastest_s=min(walls_s))
     return replace(
         profile,
-        computing={**profile.computing, num_samples: typical},
+        computing={**profile.computing, share: replace(typical, fastest_s=half[0].fastest_s)},
         buckets=buckets[0],
         small_buckets=buckets[1],
         busy_cores=cpu_s / held_s * profile.ranks_per_machine,
@@ -290,7 +304,7 @@ def _sent_bytes() -> int:
 GOOD_EFFICIENCY = 0.8
 # Another machine, or a method that changes the training more, is worthwhile if it is so many times as fast.
 _WORTH = 1.05
-# Measured steps are of a quiet machine if the median is less than so many times the fastest.
+# The figures are of a quiet machine if the median of the measured steps is at most so many times the fastest.
 _EVEN = 1.5
 _FEWEST_MACHINES_SHOWN = 8
 
@@ -320,6 +334,7 @@ class Forecast:
         num_machines: The requested number of machines.
         rows: `PLAIN` first.
         price: Of the device of a rank for an hour, if known.
+        goodput: If machines fail; None if that was not asked.
     """
 
     task: str
@@ -328,6 +343,7 @@ class Forecast:
     num_machines: int
     rows: Sequence[Row]
     price: Price | None = None
+    goodput: Goodput | None = None
 
     def speed_up(self, row: Row, num_machines: int | None = None) -> float:
         """Return the speed-up over one machine with the same global batch."""
@@ -353,6 +369,8 @@ def predict_task(
     num_machines: int | None = None,
     link: Link | None = None,
     ranks_per_machine: int | None = None,
+    mtbf_h: float | None = None,
+    replacement_s: float | None = None,
 ) -> Forecast | None:
     """Measure a task here, and return the forecast for several machines; None on ranks of a job other than rank zero.
 
@@ -367,6 +385,8 @@ def predict_task(
         num_machines: Machines to predict for; those of the job, or 2, if None.
         link: Between the machines; probed in a job if None.
         ranks_per_machine: Those of the job, or 1, if None.
+        mtbf_h: Mean time between failures of one machine, in hours; None: the goodput is not predicted.
+        replacement_s: Until ranks in place of a lost machine have built the model; as here if None.
 
     Raises:
         ConfigurationError: Task, numbers or settings cannot be used, or there is no link.
@@ -384,10 +404,12 @@ def predict_task(
             "There is no link to predict for.\nName one, such as --link 100Mb, or start predict on each machine, which "
             "probes it: lockstep run --nnodes 2 --node-rank I --master-addr HOST -m lockstep predict TASK.py"
         )
+    if replacement_s is not None and mtbf_h is None:
+        raise ConfigurationError("--replacement has no effect without --mtbf.\nAdd --mtbf HOURS, or leave it out.")
     check_batch(found, settings, num_machines * ranks)
     profile = Profile(batch, {}, (), usable_cores(), ranks_per_machine=ranks)
     shares = sorted({share for count in machine_counts(num_machines) if (share := profile.share(count))})
-    request = (task, settings, profile, shares, max(1, torch.get_num_threads() // ranks), link)
+    request = (task, settings, profile, shares, max(1, torch.get_num_threads() // ranks), link, mtbf_h is not None)
     if world is None:
         num_ranks = 1 if torch.accelerator.device_count() else 2
         profile, costs, link = run_ranks(measure, *request, devices=num_ranks, backend="gloo")[0]
@@ -395,7 +417,13 @@ def predict_task(
         profile, costs, link = measure(*request, world)
         if not world.is_rank_zero:
             return None
-    return forecast(found.name, profile, list_methods(costs, profile), link, num_machines)
+    predicted = forecast(found.name, profile, list_methods(costs, profile), link, num_machines)
+    if mtbf_h is None:
+        return predicted
+    step_s = (choose(predicted) or predicted.rows[0]).steps[num_machines].seconds
+    start_s = profile.start_s if replacement_s is None else replacement_s
+    times = JobTimes(step_s, profile.checkpoint_s, machine_timeout_s(), start_s, profile.state_bytes / link.bytes_per_s)
+    return replace(predicted, goodput=predict_goodput(times, 3600 * mtbf_h, num_machines))
 
 
 def forecast(task: str, profile: Profile, methods: Sequence[Method], link: Link, num_machines: int) -> Forecast:
@@ -434,17 +462,13 @@ def choose(found: Forecast) -> Row | None:
 
 
 def disturbances(profile: Profile) -> list[str]:
-    """Return a sentence if other programs had the cores while steps were measured, otherwise none."""
-    worst = max(profile.computing.values(), key=lambda each: each.core_wait_s / (each.wall_s or 1.0))
-    is_busy = worst.core_wait_s > CROWDED * worst.wall_s
-    if not is_busy:
-        worst = max(profile.computing.values(), key=lambda each: each.wall_s / (each.fastest_s or 1.0))
-        if worst.wall_s <= _EVEN * worst.fastest_s:
-            return []
+    """Return a sentence if measured steps took much longer than the fastest one with a core, otherwise none."""
+    worst = max(profile.computing.values(), key=lambda each: each.wall_s / (each.fastest_s or 1.0))
+    if worst.wall_s <= _EVEN * worst.fastest_s:
+        return []
     return [
-        f"The {'machine was busy' if is_busy else 'measured steps differ'}: a step took {milliseconds(worst.wall_s)}, "
-        f"{milliseconds(worst.core_wait_s)} of that waiting for a core, and the fastest one "
-        f"{milliseconds(worst.fastest_s)}. The figures may be too large: stop other programs, and run again."
+        f"The machine was busy, or steps differ: a measured step took {milliseconds(worst.wall_s)}, the fastest had a "
+        f"core for {milliseconds(worst.fastest_s)}. The figures may be too large: stop other programs, and run again."
     ]
 
 
@@ -477,7 +501,8 @@ def sentences(found: Forecast) -> list[str]:
     ]
     costs = f"Compared with an hour of one machine, for the same samples, {row.method.name}: {'; '.join(bought)}."
     paying = f"{machines.capitalize()} pay from {', '.join(pays)}." if pays else never
-    return [*disturbances(found.profile), text, turn_on, paying, f"{costs} Energy is not predicted."]
+    failing = [found.goodput.sentence()] if found.goodput else []
+    return [*disturbances(found.profile), text, turn_on, paying, f"{costs} Energy is not predicted.", *failing]
 
 
 # --- as a table and JSON ----------------------------------------------------------------------------------------------
@@ -504,20 +529,20 @@ def table(found: Forecast) -> Table:
 
 def footnote(found: Forecast) -> str:
     """Return how to read the figures."""
-    larger = [row.method for row in found.rows if row.method.accumulate > 1]
-    but = "".join(f", {each.accumulate} times as large with {each.name}" for each in larger)
     return (
         "Time of a step, and efficiency: the speed-up over one machine with the same global batch, divided by the "
-        f"number of machines. The global batch is {found.profile.global_batch_size}{but}; * is another training run. "
-        f"The bytes that each machine sends in a step, and the link from which it pays, are for {found.num_machines} "
-        f"machines. Of a link given in bits, {links.PAYLOAD_SHARE:.0%} carry gradients."
+        f"number of machines. That batch is {found.profile.global_batch_size}, but {ACCUMULATE} times as large with "
+        f"accumulate {ACCUMULATE}; * is another training run. The bytes that each machine sends in a step, and the "
+        f"link from which it pays, are for {found.num_machines} machines. Of a link given in bits, "
+        f"{links.PAYLOAD_SHARE:.0%} carry gradients."
     )
 
 
 def render(found: Forecast) -> RenderableType:
-    """Return table and verdict for a terminal."""
+    """Return tables and verdict for a terminal."""
     verdict = (Text(line, style="bold") for line in sentences(found))
-    return Group(table(found).rich(), Text(footnote(found), style="dim"), Text(), *verdict)
+    failing = [found.goodput.table(found.price).rich()] if found.goodput else []
+    return Group(table(found).rich(), Text(footnote(found), style="dim"), Text(), *failing, *verdict)
 
 
 def to_record(found: Forecast, provenance: Provenance) -> dict[str, Any]:
