@@ -71,9 +71,9 @@ class Candidate:
             replicas. None if it was not measured.
         single: The candidate on one device; None for itself.
         num_devices: Of the comparison.
-        samples_per_s: Over the rounds.
-        speed_up: How many times as fast as single, from the rounds' ratios.
-        efficiency: Its median over the number of devices.
+        samples_per_s: The median of the rounds, and its range.
+        speed_up: The median of ``samples_per_s`` over that of single, with the range of `speed_over`.
+        efficiency: The speed-up over the number of devices.
         step: Where a step goes.
         imbalance: The highest peak over the mean, 1.0 when all devices hold the same; None for a single figure.
         last_loss: Of the last step.
@@ -107,8 +107,14 @@ class Candidate:
         self.loss_difference = self.last_loss - (single or self).losses[-1]
 
     def speed_over(self, other: Candidate) -> Spread:
-        """Return how many times as fast as ``other`` this is, from the rounds' ratios."""
-        return paired_ratio(_rates(self), _rates(other))
+        """Return the samples/s of this one over those of ``other``, with the range of the rounds' own ratios.
+
+        The two turns of a round have the same load of the machine. The ratio of the medians need not lie within that
+        range, which then reaches as far.
+        """
+        ratio = self.samples_per_s.median / other.samples_per_s.median
+        rounds = paired_ratio(_rates(self), _rates(other))
+        return Spread(ratio, min(ratio, rounds.low), max(ratio, rounds.high))
 
 
 def _rates(candidate: Candidate) -> list[float]:
@@ -207,16 +213,17 @@ def tables(comparison: Comparison) -> tuple[Table, Table]:
         f"{setup.task}: {setup.num_devices} x {setup.device}, global batch {setup.global_batch_size}, "
         f"{setup.num_rounds} rounds of {setup.num_steps} steps"
     )
-    of_speed = ("samples/s", "low - high", "speed-up", "peak MiB", "loss", "vs single")
+    of_speed = ("samples/s", "speed-up", "low - high", "peak MiB", "loss", "vs single")
     of_step = ("step", "data wait", "forward", "backward", "exposed", "optimizer", "other")
     speeds, steps = [], []
     for candidate in comparison.contenders:
-        rate, difference = candidate.samples_per_s, candidate.loss_difference
-        span = f"{number(rate.low)} - {number(rate.high)}"
+        rate, gain, difference = number(candidate.samples_per_s.median), candidate.speed_up, candidate.loss_difference
         peak = f"{max(candidate.peak_bytes) / MIB:,.0f}" if candidate.peak_bytes else "-"
-        times, loss = f"{candidate.speed_up.median:.2f}x", f"{candidate.last_loss:.4f}"
-        against = "-" if candidate is comparison.single else f"{difference:+.1e}" if difference else "0"
-        speeds.append((candidate.strategy, number(rate.median), span, times, peak, loss, against))
+        span, against = f"{gain.low:.2f} - {gain.high:.2f}", f"{difference:+.1e}" if difference else "0"
+        if candidate is comparison.single:
+            span = against = "-"
+        times, loss = f"{gain.median:.2f}x", f"{candidate.last_loss:.4f}"
+        speeds.append((candidate.strategy, rate, times, span, peak, loss, against))
         step = candidate.step
         *before, exposed, update = (_ms(step.part(name)) for name in _TIMED)
         exposed = "-" if step.exposed_s is None else exposed
@@ -236,7 +243,8 @@ def footnotes(comparison: Comparison) -> list[str]:
     """Return how to read the figures, and which strategies were left out."""
     setup = comparison.setup
     notes = [
-        "Medians over the rounds; low - high holds the true median with 90% certainty (sign test; from 5 rounds on). "
+        "Samples/s and times: medians of the rounds. Speed-up: samples/s over single's. Low - high: the range of the "
+        "speed-up within a round, in which all take turns, with 90% certainty (sign test; from 5 rounds on). "
         "Exposed: communication that backward does not hide (backward with synchronisation less backward without; for "
         "dp, copying weights and gradients).",
         f"The loss is that of step {setup.num_steps_in_all}, on the same samples for all.",
@@ -310,7 +318,7 @@ PREFERENCE = (SINGLE, "ddp", "ddp-zero1", "dp", "torch-ddp", "torch-dp")
 def to_record(comparison: Comparison, provenance: Provenance) -> dict[str, Any]:
     """Return what ``--json`` writes: all figures, raw and summarized."""
     # The version grows when a key or a meaning changes; new keys leave it as it is.
-    record = {"version": 1, **asdict(comparison), "provenance": asdict(provenance)}
+    record = {"version": 2, **asdict(comparison), "provenance": asdict(provenance)}
     for shown, candidate in zip(record["contenders"], comparison.contenders, strict=True):
         shown["step"] |= {"exposed_s": candidate.step.part("exposed"), "other_s": candidate.step.other_s}
         for turn in shown["turns"]:
