@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import InitVar, asdict, dataclass, field, replace
 from statistics import fmean, median
@@ -12,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from lockstep.study import drawing
-from lockstep.study.common import MIB, Shown, Spread, Table, grid, paired_ratio
+from lockstep.study.common import FEWEST_ROUNDS, MIB, Shown, Spread, Table, grid, paired_ratio
 from lockstep.telemetry.cost import Price, format_energy, more_than_alone
 from lockstep.telemetry.provenance import Provenance
 from lockstep.telemetry.step_times import StepTimes, combine
@@ -160,7 +161,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Which strategy to use here, and why: one or two sentences per entry."""
+    """Which strategy to use here, empty if the rounds do not tell, and why: one or two sentences per entry."""
 
     use: str
     sentences: tuple[str, ...]
@@ -330,34 +331,37 @@ def to_record(comparison: Comparison, provenance: Provenance) -> dict[str, Any]:
 
 def judge(comparison: Comparison) -> Verdict:
     """Return in words what the figures mean."""
-    chosen, sentences = comparison.single, ["Only single took part, so there is nothing to compare."]
+    use, sentences = SINGLE, ["Only single took part, so there is nothing to compare."]
     if comparison.others:
         chosen, recommendation = _recommend(comparison)
-        sentences = [
-            recommendation,
-            _explain(comparison, chosen),
-            *_efficiency(comparison),
-            *_against_torch(comparison),
-        ]
+        use, sentences = chosen.strategy if chosen else "", [recommendation]
+        if comparison.setup.num_rounds >= FEWEST_ROUNDS:
+            sentences += [_explain(comparison, chosen), *_efficiency(comparison), *_against_torch(comparison)]
     sentences += [*_loss(comparison), *_noise(comparison), *(_costs(comparison) if comparison.others else ())]
-    return Verdict(chosen.strategy, (*_core_wait(comparison), *sentences))
+    return Verdict(use, (*_core_wait(comparison), *sentences))
 
 
-def _recommend(comparison: Comparison) -> tuple[Candidate, str]:
-    single = comparison.single
+def _recommend(comparison: Comparison) -> tuple[Candidate | None, str]:
+    """Return what to use and the sentence that says so; None if the rounds do not tell."""
+    single, num_rounds = comparison.single, comparison.setup.num_rounds
     nearest = max(comparison.others, key=lambda each: each.speed_up.median)
     gain, name = nearest.speed_up, nearest.strategy
     measured = f"{gain.median:.2f}x single's speed {_range(gain)}"
-    if gain.holds(1.0) and gain.relative_width > NOISY:
-        return single, f"Use single: these rounds do not tell whether {name} is any faster, {measured}."
+    more = f"For more rounds: {_again(comparison.setup, max(10, 2 * num_rounds))}"
+    if num_rounds < FEWEST_ROUNDS:
+        few = f"Too few rounds to decide, {num_rounds} of at least {FEWEST_ROUNDS}"
+        return None, f"{few}: {name} comes to {measured}. {more}"
+    if gain.holds(1.0) and gain.high >= WORTH:
+        return None, f"These rounds do not tell whether {name} is any faster: {measured}. {more}"
     if gain.holds(1.0):
-        return single, f"Use single: {name} ties with it at {measured}, so more devices gain nothing."
+        return single, f"More devices gain nothing: {name} ties with single at {measured}."
     if gain.median < 1.0:
         return single, f"Use single: nothing else is as fast; {name} comes nearest at {measured}."
     if gain.median < WORTH:
         return single, f"Use single: {name} gains too little to be worth the trouble, {measured}."
     # Compared with the nearest round by round: two whose ranges over single overlap may still differ clearly.
-    tied = [each for each in comparison.others if each is nearest or each.speed_over(nearest).holds(1.0)]
+    faster = [each for each in comparison.others if each.speed_up.low > 1.0]
+    tied = [each for each in faster if each is nearest or each.speed_over(nearest).holds(1.0)]
     chosen = min(tied, key=lambda each: PREFERENCE.index(each.strategy))
     text = f"Use {chosen.strategy}: {chosen.speed_up.median:.2f}x single's speed {_range(chosen.speed_up)}."
     if rest := [each.strategy for each in tied if each is not chosen]:
@@ -365,10 +369,16 @@ def _recommend(comparison: Comparison) -> tuple[Candidate, str]:
     return chosen, text
 
 
-def _explain(comparison: Comparison, chosen: Candidate) -> str:
+def _again(setup: Setup, num_rounds: int) -> str:
+    """Return the command with that many rounds, or the argument if it was called in Python."""
+    command = re.sub(r" --rounds[ =]\d+", "", setup.command)
+    return f"{command} --rounds {num_rounds}" if command else f"rounds={num_rounds}"
+
+
+def _explain(comparison: Comparison, chosen: Candidate | None) -> str:
     """Return what the chosen strategy's step is spent on or, for single, why dividing the work gains nothing."""
     setup, single = comparison.setup, comparison.single
-    if chosen is not single:
+    if chosen and chosen is not single:
         return _shares(chosen)
     divided = comparison.find("ddp") or comparison.others[-1]
     starved = _share(single.step, "data_wait")
@@ -380,7 +390,7 @@ def _explain(comparison: Comparison, chosen: Candidate) -> str:
     total_s = divided.step.total_s
     lost = max(0.0, total_s - ideal_s) / total_s
     communication = min(divided.step.part("exposed") / total_s, lost)
-    if lost < TOO_SMALL:
+    if chosen is None or lost < TOO_SMALL:
         return _shares(divided)
     return (
         f"The step is too short to gain from {_devices(setup)} at {setup.global_batch_size / setup.num_devices:g} "
