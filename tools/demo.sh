@@ -32,6 +32,6 @@ for name in ("verify", "compare"):
     verdict = json.loads((found / f"{name}.json").read_text())["verdict"]
     sentences = verdict["sentences"] if isinstance(verdict, dict) else verdict
     # On a busy machine, compare's verdict follows a sentence that says so.
-    until = next((place for place, text in enumerate(sentences) if text.startswith("Use ")), 0)
+    until = int(sentences[0].startswith("The machine is not quiet"))
     print(f"{name.capitalize()}: {' '.join(sentences[:until + 1])}")
 END

@@ -162,8 +162,8 @@ def to_json(record: dict[str, Any]) -> str:
     return json.dumps(finite(record), indent=2, allow_nan=False) + "\n"
 
 
-# The probability that the true median lies within a spread.
-CERTAINTY = 0.9
+# The probability that the true median lies within a spread, and the fewest rounds that can give it.
+CERTAINTY, FEWEST_ROUNDS = 0.9, 5
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,17 @@ from lockstep.accelerator import default_device
 from lockstep.comm.collectives import broadcast_object
 from lockstep.comm.world import World
 from lockstep.errors import ConfigurationError, LockstepError
-from lockstep.study.common import Shown, Spread, Table, check_numbers, load, log, paired_ratio, run_ranks
+from lockstep.study.common import (
+    FEWEST_ROUNDS,
+    Shown,
+    Spread,
+    Table,
+    check_numbers,
+    load,
+    log,
+    paired_ratio,
+    run_ranks,
+)
 from lockstep.study.compare import benchmark
 from lockstep.study.compare.benchmark import Entrant
 from lockstep.train.plan import PER_PROCESS, check_batch
@@ -43,8 +53,7 @@ STAGES = ("loading", "strategy", "micro-batch", "threads", "precision")
 # The smallest speed-up for which a change is kept.
 WORTH = 1.02
 
-# Five rounds are the fewest in which a median can be known with 90% certainty.
-FEWEST_ROUNDS, MOST_ROUNDS = 5, 9
+MOST_ROUNDS = 9
 
 # Steps: buckets are rebuilt after the first step, in which the optimizer also creates its state.
 _NUM_WARMUP, _NUM_PROBED = 4, 2

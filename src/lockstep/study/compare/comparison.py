@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import InitVar, asdict, dataclass, field, replace
 from statistics import fmean, median
@@ -12,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from lockstep.study import drawing
-from lockstep.study.common import MIB, Shown, Spread, Table, grid, paired_ratio
+from lockstep.study.common import FEWEST_ROUNDS, MIB, Shown, Spread, Table, grid, paired_ratio
 from lockstep.telemetry.cost import Price, format_energy, more_than_alone
 from lockstep.telemetry.provenance import Provenance
 from lockstep.telemetry.step_times import StepTimes, combine
@@ -71,9 +72,9 @@ class Candidate:
             replicas. None if it was not measured.
         single: The candidate on one device; None for itself.
         num_devices: Of the comparison.
-        samples_per_s: Over the rounds.
-        speed_up: How many times as fast as single, from the rounds' ratios.
-        efficiency: Its median over the number of devices.
+        samples_per_s: The median of the rounds, and its range.
+        speed_up: The median of ``samples_per_s`` over that of single, with the range of `speed_over`.
+        efficiency: The speed-up over the number of devices.
         step: Where a step goes.
         imbalance: The highest peak over the mean, 1.0 when all devices hold the same; None for a single figure.
         last_loss: Of the last step.
@@ -107,8 +108,14 @@ class Candidate:
         self.loss_difference = self.last_loss - (single or self).losses[-1]
 
     def speed_over(self, other: Candidate) -> Spread:
-        """Return how many times as fast as ``other`` this is, from the rounds' ratios."""
-        return paired_ratio(_rates(self), _rates(other))
+        """Return the samples/s of this one over those of ``other``, with the range of the rounds' own ratios.
+
+        The two turns of a round have the same load of the machine. The ratio of the medians need not lie within that
+        range, which then reaches as far.
+        """
+        ratio = self.samples_per_s.median / other.samples_per_s.median
+        rounds = paired_ratio(_rates(self), _rates(other))
+        return Spread(ratio, min(ratio, rounds.low), max(ratio, rounds.high))
 
 
 def _rates(candidate: Candidate) -> list[float]:
@@ -154,7 +161,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Which strategy to use here, and why: one or two sentences per entry."""
+    """Which strategy to use here, empty if the rounds do not tell, and why: one or two sentences per entry."""
 
     use: str
     sentences: tuple[str, ...]
@@ -207,16 +214,17 @@ def tables(comparison: Comparison) -> tuple[Table, Table]:
         f"{setup.task}: {setup.num_devices} x {setup.device}, global batch {setup.global_batch_size}, "
         f"{setup.num_rounds} rounds of {setup.num_steps} steps"
     )
-    of_speed = ("samples/s", "low - high", "speed-up", "peak MiB", "loss", "vs single")
+    of_speed = ("samples/s", "speed-up", "low - high", "peak MiB", "loss", "vs single")
     of_step = ("step", "data wait", "forward", "backward", "exposed", "optimizer", "other")
     speeds, steps = [], []
     for candidate in comparison.contenders:
-        rate, difference = candidate.samples_per_s, candidate.loss_difference
-        span = f"{number(rate.low)} - {number(rate.high)}"
+        rate, gain, difference = number(candidate.samples_per_s.median), candidate.speed_up, candidate.loss_difference
         peak = f"{max(candidate.peak_bytes) / MIB:,.0f}" if candidate.peak_bytes else "-"
-        times, loss = f"{candidate.speed_up.median:.2f}x", f"{candidate.last_loss:.4f}"
-        against = "-" if candidate is comparison.single else f"{difference:+.1e}" if difference else "0"
-        speeds.append((candidate.strategy, number(rate.median), span, times, peak, loss, against))
+        span, against = f"{gain.low:.2f} - {gain.high:.2f}", f"{difference:+.1e}" if difference else "0"
+        if candidate is comparison.single:
+            span = against = "-"
+        times, loss = f"{gain.median:.2f}x", f"{candidate.last_loss:.4f}"
+        speeds.append((candidate.strategy, rate, times, span, peak, loss, against))
         step = candidate.step
         *before, exposed, update = (_ms(step.part(name)) for name in _TIMED)
         exposed = "-" if step.exposed_s is None else exposed
@@ -236,7 +244,8 @@ def footnotes(comparison: Comparison) -> list[str]:
     """Return how to read the figures, and which strategies were left out."""
     setup = comparison.setup
     notes = [
-        "Medians over the rounds; low - high holds the true median with 90% certainty (sign test; from 5 rounds on). "
+        "Samples/s and times: medians of the rounds. Speed-up: samples/s over single's. Low - high: the range of the "
+        "speed-up within a round, in which all take turns, with 90% certainty (sign test; from 5 rounds on). "
         "Exposed: communication that backward does not hide (backward with synchronisation less backward without; for "
         "dp, copying weights and gradients).",
         f"The loss is that of step {setup.num_steps_in_all}, on the same samples for all.",
@@ -310,7 +319,7 @@ PREFERENCE = (SINGLE, "ddp", "ddp-zero1", "dp", "torch-ddp", "torch-dp")
 def to_record(comparison: Comparison, provenance: Provenance) -> dict[str, Any]:
     """Return what ``--json`` writes: all figures, raw and summarized."""
     # The version grows when a key or a meaning changes; new keys leave it as it is.
-    record = {"version": 1, **asdict(comparison), "provenance": asdict(provenance)}
+    record = {"version": 2, **asdict(comparison), "provenance": asdict(provenance)}
     for shown, candidate in zip(record["contenders"], comparison.contenders, strict=True):
         shown["step"] |= {"exposed_s": candidate.step.part("exposed"), "other_s": candidate.step.other_s}
         for turn in shown["turns"]:
@@ -322,34 +331,37 @@ def to_record(comparison: Comparison, provenance: Provenance) -> dict[str, Any]:
 
 def judge(comparison: Comparison) -> Verdict:
     """Return in words what the figures mean."""
-    chosen, sentences = comparison.single, ["Only single took part, so there is nothing to compare."]
+    use, sentences = SINGLE, ["Only single took part, so there is nothing to compare."]
     if comparison.others:
         chosen, recommendation = _recommend(comparison)
-        sentences = [
-            recommendation,
-            _explain(comparison, chosen),
-            *_efficiency(comparison),
-            *_against_torch(comparison),
-        ]
+        use, sentences = chosen.strategy if chosen else "", [recommendation]
+        if comparison.setup.num_rounds >= FEWEST_ROUNDS:
+            sentences += [_explain(comparison, chosen), *_efficiency(comparison), *_against_torch(comparison)]
     sentences += [*_loss(comparison), *_noise(comparison), *(_costs(comparison) if comparison.others else ())]
-    return Verdict(chosen.strategy, (*_core_wait(comparison), *sentences))
+    return Verdict(use, (*_core_wait(comparison), *sentences))
 
 
-def _recommend(comparison: Comparison) -> tuple[Candidate, str]:
-    single = comparison.single
+def _recommend(comparison: Comparison) -> tuple[Candidate | None, str]:
+    """Return what to use and the sentence that says so; None if the rounds do not tell."""
+    single, num_rounds = comparison.single, comparison.setup.num_rounds
     nearest = max(comparison.others, key=lambda each: each.speed_up.median)
     gain, name = nearest.speed_up, nearest.strategy
     measured = f"{gain.median:.2f}x single's speed {_range(gain)}"
-    if gain.holds(1.0) and gain.relative_width > NOISY:
-        return single, f"Use single: these rounds do not tell whether {name} is any faster, {measured}."
+    more = f"For more rounds: {_again(comparison.setup, max(10, 2 * num_rounds))}"
+    if num_rounds < FEWEST_ROUNDS:
+        few = f"Too few rounds to decide, {num_rounds} of at least {FEWEST_ROUNDS}"
+        return None, f"{few}: {name} comes to {measured}. {more}"
+    if gain.holds(1.0) and gain.high >= WORTH:
+        return None, f"These rounds do not tell whether {name} is any faster: {measured}. {more}"
     if gain.holds(1.0):
-        return single, f"Use single: {name} ties with it at {measured}, so more devices gain nothing."
+        return single, f"More devices gain nothing: {name} ties with single at {measured}."
     if gain.median < 1.0:
         return single, f"Use single: nothing else is as fast; {name} comes nearest at {measured}."
     if gain.median < WORTH:
         return single, f"Use single: {name} gains too little to be worth the trouble, {measured}."
     # Compared with the nearest round by round: two whose ranges over single overlap may still differ clearly.
-    tied = [each for each in comparison.others if each is nearest or each.speed_over(nearest).holds(1.0)]
+    faster = [each for each in comparison.others if each.speed_up.low > 1.0]
+    tied = [each for each in faster if each is nearest or each.speed_over(nearest).holds(1.0)]
     chosen = min(tied, key=lambda each: PREFERENCE.index(each.strategy))
     text = f"Use {chosen.strategy}: {chosen.speed_up.median:.2f}x single's speed {_range(chosen.speed_up)}."
     if rest := [each.strategy for each in tied if each is not chosen]:
@@ -357,10 +369,16 @@ def _recommend(comparison: Comparison) -> tuple[Candidate, str]:
     return chosen, text
 
 
-def _explain(comparison: Comparison, chosen: Candidate) -> str:
+def _again(setup: Setup, num_rounds: int) -> str:
+    """Return the command with that many rounds, or the argument if it was called in Python."""
+    command = re.sub(r" --rounds[ =]\d+", "", setup.command)
+    return f"{command} --rounds {num_rounds}" if command else f"rounds={num_rounds}"
+
+
+def _explain(comparison: Comparison, chosen: Candidate | None) -> str:
     """Return what the chosen strategy's step is spent on or, for single, why dividing the work gains nothing."""
     setup, single = comparison.setup, comparison.single
-    if chosen is not single:
+    if chosen and chosen is not single:
         return _shares(chosen)
     divided = comparison.find("ddp") or comparison.others[-1]
     starved = _share(single.step, "data_wait")
@@ -372,7 +390,7 @@ def _explain(comparison: Comparison, chosen: Candidate) -> str:
     total_s = divided.step.total_s
     lost = max(0.0, total_s - ideal_s) / total_s
     communication = min(divided.step.part("exposed") / total_s, lost)
-    if lost < TOO_SMALL:
+    if chosen is None or lost < TOO_SMALL:
         return _shares(divided)
     return (
         f"The step is too short to gain from {_devices(setup)} at {setup.global_batch_size / setup.num_devices:g} "

@@ -81,16 +81,53 @@ def test_a_model_too_small_to_gain_is_called_so_with_what_the_devices_lose():
 def test_a_tie_with_single_is_no_gain():
     found = comparison(contender("single", 10.0), contender("ddp", 10.0, noise=(1.0, 1.05, 0.95, 1.0, 1.0)))
     assert sentences(found)[0] == (
-        "Use single: ddp ties with it at 1.00x single's speed (0.96x to 1.04x), so more devices gain nothing."
+        "More devices gain nothing: ddp ties with single at 1.00x single's speed (0.96x to 1.04x)."
     )
+    assert judge(found).use == "single"
 
 
 def test_rounds_that_are_too_uneven_to_tell_are_no_tie():
     found = comparison(contender("single", 10.0), contender("ddp", 8.0, noise=(1.0, 1.5, 0.8, 1.0, 1.0)))
-    assert judge(found).use == "single"
-    assert sentences(found)[0] == (
-        "Use single: these rounds do not tell whether ddp is any faster, 1.25x single's speed (0.84x to 1.55x)."
+    assert judge(found).use == ""
+    assert sentences(found)[:2] == [
+        "These rounds do not tell whether ddp is any faster: 1.25x single's speed (0.84x to 1.55x). "
+        "For more rounds: lockstep compare digits.py --devices 2 --rounds 10",
+        "Of a step of ddp (8.0 ms), computing and communication, which cannot be told apart, take 100%, "
+        "waiting for data 0%.",
+    ]
+
+
+def test_a_narrow_range_that_holds_both_a_loss_and_a_gain_is_no_tie():
+    found = comparison(contender("single", 10.0), contender("ddp", 9.7, noise=(1.0, 1.06, 0.95, 1.0, 1.0)))
+    assert judge(found).use == ""
+    assert sentences(found)[0].startswith(
+        "These rounds do not tell whether ddp is any faster: 1.03x single's speed (0.98x to 1.07x)."
     )
+
+
+@pytest.mark.parametrize("num_rounds", [1, 4])
+def test_fewer_than_five_rounds_decide_nothing(num_rounds):
+    noise = (1.0,) * num_rounds
+    step_ms = {"single": 20.0, "torch-ddp": 12.0, "ddp": 10.0}
+    single, torchs, ours = (contender(name, value, noise=noise) for name, value in step_ms.items())
+    command = "lockstep compare digits.py --rounds 4 --devices 2 --set dim=8"
+    found = comparison(single, torchs, ours, num_rounds=num_rounds, command=command)
+    verdict = judge(found)
+    assert verdict.use == ""
+    assert verdict.sentences[0] == (
+        f"Too few rounds to decide, {num_rounds} of at least 5: ddp comes to 2.00x single's speed (2.00x to 2.00x). "
+        "For more rounds: lockstep compare digits.py --devices 2 --set dim=8 --rounds 10"
+    )
+    assert [text.split()[:2] for text in verdict.sentences[1:]] == [["The", "losses"], ["Compared", "with"]]
+    called = judge(comparison(single, torchs, ours, num_rounds=num_rounds, command=""))
+    assert called.sentences[0].endswith("For more rounds: rounds=10")
+
+
+def test_what_ties_with_the_fastest_but_may_be_no_faster_than_single_is_not_recommended():
+    uneven = contender("ddp", 11.5, noise=(1.0, 1.8, 0.9, 1.0, 1.0))
+    found = comparison(contender("single", 20.0), contender("torch-ddp", 11.0), uneven)
+    assert found.contenders[2].speed_up.low < 1.0 < found.contenders[2].speed_over(found.contenders[1]).high
+    assert sentences(found)[0] == "Use torch-ddp: 1.82x single's speed (1.82x to 1.82x)."
 
 
 def test_a_gain_of_three_percent_is_not_worth_the_trouble():

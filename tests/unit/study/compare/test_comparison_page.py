@@ -77,7 +77,7 @@ def test_the_page_needs_nothing_from_elsewhere(text):
 def test_the_page_holds_the_verdict_the_tables_and_what_was_left_out(text):
     expected = [
         "<li>Use ddp: 1.82x single&#x27;s speed (1.82x to 1.82x). torch-ddp ties with it.</li>",
-        '<th scope="row">ddp</th><td>5,818</td><td>5,761 - 5,877</td><td>1.82x</td><td>200</td>',
+        '<th scope="row">ddp</th><td>5,818</td><td>1.82x</td><td>1.82 - 1.82</td><td>200</td>',
         '<th scope="row">ddp</th><td>11.00</td><td>0.00</td><td>2.55</td><td>5.10</td><td>0.80</td>',
         "torch-dp was left out: no &lt;CUDA&gt; here",
         "cpu A &amp; B",
