@@ -180,7 +180,7 @@ class Run:
         """Check that all ranks have the same data, and try the evaluation, if there is one. Collective: every rank."""
         task, trainer, seed = self._task, self.trainer, self._settings.seed
         # Each rank computes the order of samples from its own length: with another length the batches would differ.
-        check = functools.partial(check_same_data, how=trainer.loading, group=trainer.group, device=trainer.device)
+        check = functools.partial(check_same_data, options=trainer.loading, group=trainer.group, device=trainer.device)
         check(trainer.samples, "Task.dataset", seed=seed, epochs=having_epochs(trainer.samples))
         if task.eval_dataset is None:
             return None
