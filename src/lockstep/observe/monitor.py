@@ -286,11 +286,11 @@ class Watch:
     # --- forward and backward -----------------------------------------------------------------------------------------
 
     def _forward_begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        if self.steps.is_mine():
+        if self.steps.is_on_training_thread():
             self.steps.forward_begins(is_training=model.training)
 
     def _forward_ends(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if self.steps.is_mine():
+        if self.steps.is_on_training_thread():
             # Backward may start from any output: the first gradient of any of them counts.
             for tensor in find_tensors(output):
                 if tensor.grad_fn is not None:
@@ -308,7 +308,7 @@ class Watch:
 
         Calls that raise, and calls inside others, are not reported.
         """
-        if self._is_within or not self.steps.is_mine():
+        if self._is_within or not self.steps.is_on_training_thread():
             return fetch()  # the loop waits for the outer of two nested loaders
         asked = moment(self._device)
         self._is_within = True
@@ -330,14 +330,14 @@ class Watch:
         return result
 
     def _optimizer_begins(self, optimizer: Optimizer, *_: Any) -> None:
-        if self.steps.is_mine() and self._is_ours(optimizer):
+        if self.steps.is_on_training_thread() and self._is_ours(optimizer):
             self.steps.optimizer_begins(id(optimizer))
 
     def _optimizer_ends(self, optimizer: Optimizer, *_: Any, is_skipped: bool = False) -> None:
         if in_backward():  # in any thread
             if not self.steps.is_over and self._is_ours(optimizer):
                 self.steps.optimizer_within(learning_rate_of(optimizer))
-        elif self.steps.is_mine() and self._is_ours(optimizer):
+        elif self.steps.is_on_training_thread() and self._is_ours(optimizer):
             self._num_updates += 1
             self.steps.optimizer_ends(id(optimizer), learning_rate_of(optimizer), is_skipped=is_skipped)
 

@@ -84,7 +84,7 @@ class Steps:
         # No event can be recorded while a CUDA graph is captured.
         return not self.is_over and not is_capturing(self._device)
 
-    def is_mine(self) -> bool:
+    def is_on_training_thread(self) -> bool:
         """Return whether hooks report, and this is the training thread, outside of a backward."""
         return (os.getpid(), get_ident()) == self._thread and not in_backward() and self.is_watching()
 

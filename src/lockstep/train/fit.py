@@ -154,10 +154,10 @@ def fit(task: Task, keywords: _Keywords) -> FitResult:
         RankFailed: A rank that it started raised another error; the message contains its traceback.
     """
     is_rank = RankEnv.from_environ(os.environ).launcher is not Launcher.NONE or is_initialized()
-    given: object = task
-    if not isinstance(given, Task):
-        advice = "Call it: fit(task(...))." if callable(given) else "Pass the task."
-        raise ConfigurationError(f"fit got a {type(given).__name__}, not a lockstep.Task.\n{advice}")
+    argument: object = task
+    if not isinstance(argument, Task):
+        advice = "Call it: fit(task(...))." if callable(argument) else "Pass the task."
+        raise ConfigurationError(f"fit got a {type(argument).__name__}, not a lockstep.Task.\n{advice}")
     check_callbacks(keywords.callbacks)
     task, settings = replace(task, callbacks=[*task.callbacks, *keywords.callbacks]), keywords.settings
     num_ranks = 1 if settings.devices is None else num_devices(settings.devices)

@@ -520,13 +520,13 @@ def read_settings(path: FilePath) -> dict[str, Any]:
     return values
 
 
-def merge_settings(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``values`` of a file, overridden by those ``given`` elsewhere."""
-    rivals = {_EXCLUSIVE[name] for name in given if name in _EXCLUSIVE}
+def merge_settings(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ``values`` of a file, overridden by ``overrides``."""
+    rivals = {_EXCLUSIVE[name] for name in overrides if name in _EXCLUSIVE}
     for needed, names, _ in _NEEDS:  # what would be ignored without something that was switched off
-        if any(name in given and not _is_on(given[name]) for name in needed.split()):
+        if any(name in overrides and not _is_on(overrides[name]) for name in needed.split()):
             rivals.update(names.split())
-    return {name: value for name, value in values.items() if name not in rivals} | dict(given)
+    return {name: value for name, value in values.items() if name not in rivals} | dict(overrides)
 
 
 def toml_line(name: str, value: object) -> str:

@@ -236,30 +236,30 @@ def _reason(error: CheckpointError) -> str:
     return cause.partition(" is damaged: ")[2] or cause
 
 
-def find_best(found: Iterable[FoundCheckpoint], monitor: Monitor) -> FoundCheckpoint | None:
+def find_best(checkpoints: Iterable[FoundCheckpoint], monitor: Monitor) -> FoundCheckpoint | None:
     """Return the best of the valid ones by a metric, the older one if two are equal; None if none has the metric."""
-    candidates = [ckpt for ckpt in found if ckpt.problem is None and monitor.name in ckpt.metrics]
+    candidates = [ckpt for ckpt in checkpoints if ckpt.problem is None and monitor.name in ckpt.metrics]
     return min(candidates, key=lambda ckpt: (monitor.score(ckpt.metrics), ckpt.number), default=None)
 
 
 def to_remove(
-    found: Sequence[FoundCheckpoint], *, keep: int, best: Monitor | None, damaged: Collection[Place] = ()
+    checkpoints: Sequence[FoundCheckpoint], *, keep: int, best: Monitor | None, damaged: Collection[Place] = ()
 ) -> list[FoundCheckpoint]:
     """Return the checkpoints to remove after the first of them was written or loaded.
 
     Args:
-        found: All checkpoints of the run, as `find_checkpoints` returns them.
+        checkpoints: All of the run, as `find_checkpoints` returns them.
         keep: Number of newest valid checkpoints to keep.
         best: The metric by which the best one is kept, too.
         damaged: Checkpoints that are known to be damaged.
     """
-    whole = [ckpt for ckpt in found if ckpt.problem is None and ckpt.path not in damaged]
+    whole = [ckpt for ckpt in checkpoints if ckpt.problem is None and ckpt.path not in damaged]
     stay = whole[:keep]
     if best is not None and (best_one := find_best(whole, best)) is not None:
         stay.append(best_one)
     # A checkpoint that is newer than the newest valid one may become readable later.
     newest = whole[0].step if whole else -1
-    return [ckpt for ckpt in found if ckpt not in stay and (ckpt in whole or ckpt.step <= newest)]
+    return [ckpt for ckpt in checkpoints if ckpt not in stay and (ckpt in whole or ckpt.step <= newest)]
 
 
 def _remove_checkpoint(path: Place) -> None:
@@ -518,12 +518,12 @@ class Checkpoints:
             if _NAME.fullmatch(path.name) and path != folder and _is_unfinished(path):
                 _remove_checkpoint(path)
 
-    def _remove_old(self, found: Sequence[FoundCheckpoint]) -> None:
-        """Remove what is not to be kept of the checkpoints ``found``, and what killed saves have left."""
+    def _remove_old(self, checkpoints: Sequence[FoundCheckpoint]) -> None:
+        """Remove what is not to be kept of the ``checkpoints``, and what killed saves have left."""
         self._clear()
-        for checkpoint in to_remove(found, keep=self.keep, best=self.best, damaged=self._damaged):
+        for checkpoint in to_remove(checkpoints, keep=self.keep, best=self.best, damaged=self._damaged):
             _remove_checkpoint(checkpoint.path)
-        whole = [ckpt for ckpt in found if ckpt.path not in self._damaged]
+        whole = [ckpt for ckpt in checkpoints if ckpt.path not in self._damaged]
         if self.best is not None and (best := find_best(whole, self.best)) is not None:
             about = {"checkpoint": best.path.name, "metric": self.best.name, "value": best.metrics[self.best.name]}
             storage.put_file(self.folder / _BEST, json.dumps(about).encode())
