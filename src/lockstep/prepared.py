@@ -163,8 +163,8 @@ class PreparedLoader:
         self._device, self._place = world.device, (world.rank, world.world_size)
         sampler = getattr(loader.batch_sampler, "sampler", None)
         self._seeds_others = type(loader.batch_sampler) is not data.BatchSampler or type(sampler) not in _TORCHS
-        found = [getattr(each, "generator", None) for each in (loader, sampler, loader.batch_sampler)]
-        self._generators = [_draws, *dict.fromkeys(each for each in found if isinstance(each, torch.Generator))]
+        candidates = [getattr(owner, "generator", None) for owner in (loader, sampler, loader.batch_sampler)]
+        self._generators = [_draws, *dict.fromkeys(item for item in candidates if isinstance(item, torch.Generator))]
         self._is_new = True
         self._pass: object = None  # the current one
         # The states of the generators at its begin, and the batches that it has returned. After `load_state_dict`, of
@@ -193,23 +193,23 @@ class PreparedLoader:
     def __iter__(self) -> Iterator[Any]:
         """Begin a pass. Not collective: batches may be read on a single rank."""
         self.epoch += self._pass is not None  # it is still open
-        found = self._states()
+        states = self._states()
         begin = None if self._pass else self._begin  # of a pass that was saved
         skip = self._returned if begin else 0
-        self._set_states(begin or found)
+        self._set_states(begin or states)
         with self._drawing(-1):  # as DataLoader does, in the same order
             lists = iter(() if self._stream else cast(Any, self.loader.batch_sampler))
             if self._is_new or not self.loader.persistent_workers:
                 torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
         torch.empty(()).random_()  # so that the next `prepare` finds another state
-        self._is_new, self._pass, self._begin, self._returned = False, object(), begin or found, skip
-        self._lists.now = self._requests(lists, skip, found if begin else None)
+        self._is_new, self._pass, self._begin, self._returned = False, object(), begin or states, skip
+        self._lists.now = self._requests(lists, skip, states if begin else None)
         if self._stream:
             self._stream.seed, self._stream.epoch = self._seed, self.epoch
         batches = iter(self._inner)
         if self._device.type != "cpu":
             batches = cast(Any, Prefetcher(batches, {0: self._device}))
-        return self._run(batches, self._pass, skip, found)
+        return self._run(batches, self._pass, skip, states)
 
     def _requests(self, lists: Iterator[Any], skip: int, after: list[Tensor] | None) -> Iterator[_Request]:
         epoch = self.epoch
@@ -223,7 +223,7 @@ class PreparedLoader:
             if number >= skip:
                 yield _Request.of(mix(self._seed, _SAMPLE, epoch, number), list(indices), number, self._place)
 
-    def _run(self, batches: Iterator[MicroBatch], this: object, skip: int, found: list[Tensor]) -> Iterator[Any]:
+    def _run(self, batches: Iterator[MicroBatch], this: object, skip: int, states: list[Tensor]) -> Iterator[Any]:
         is_left = True
         try:
             for number in itertools.count(0 if self._stream else skip):
@@ -234,10 +234,10 @@ class PreparedLoader:
                 if number < skip:  # of a stream
                     continue
                 self._returned = number + 1
-                num_mine = len(micro.samples[0])
+                num_samples = len(micro.samples[0])
                 if torch.is_grad_enabled():
-                    _set_share(this, num_mine * self._place[1] / micro.num_global)
-                if num_mine or (torch.is_grad_enabled() and any(model.training for model in _models)):
+                    _set_share(this, num_samples * self._place[1] / micro.num_global)
+                if num_samples or (torch.is_grad_enabled() and any(model.training for model in _models)):
                     yield micro.batches[0]
         finally:
             _set_share(this, None)
@@ -247,13 +247,13 @@ class PreparedLoader:
                 self._pass, self._returned = None, skip * is_look
                 self._begin = self._begin if is_look and skip else None
                 if is_look:
-                    self._set_states(found)
+                    self._set_states(states)
 
     def _drawing(self, number: int) -> AbstractContextManager[None]:
         return _drawing(mix(self._seed, _SAMPLER, self.epoch, number) if self._seeds_others else None)
 
     def _states(self) -> list[Tensor]:
-        return [each.get_state() for each in self._generators]
+        return [generator.get_state() for generator in self._generators]
 
     def _set_states(self, states: list[Tensor]) -> None:
         for generator, state in zip(self._generators, states, strict=True):
@@ -321,30 +321,30 @@ def prepare(*objects: Any) -> Any:
     world = World.opened or World.from_group()
     group, device = world.group, device_for(world.group)
     everyones = all_gather_object(list(map(_check, objects)), group=group, device=device)
-    for error in (error for each in everyones for error, _ in each if error):
+    for error in (error for names in everyones for error, _ in names if error):
         raise ConfigurationError(error)
-    for rank, each in enumerate(everyones):
-        if each != everyones[0]:
-            first, other = (", ".join(name for _, name in names) for names in (everyones[0], each))
+    for rank, rank_names in enumerate(everyones):
+        if rank_names != everyones[0]:
+            first, other = (", ".join(name for _, name in names) for names in (everyones[0], rank_names))
             raise ConfigurationError(
                 f"prepare() was called with ({other}) on rank {rank}, but with ({first}) on rank 0.\n"
                 "Create the same objects on every rank: prepare() divides the data."
             )
-    made = [_prepare_model(each, world) if isinstance(each, nn.Module) else each for each in objects]
-    for each in objects:
-        if isinstance(each, Optimizer):
-            _prepare_optimizer(each, world)
+    made = [_prepare_model(item, world) if isinstance(item, nn.Module) else item for item in objects]
+    for item in objects:
+        if isinstance(item, Optimizer):
+            _prepare_optimizer(item, world)
     state = torch.get_rng_state().to(device)
     broadcast(state, group=group)
     _draws.set_state(state.cpu())
     seed = mix(*state.cpu().view(torch.int64).tolist())
-    for place, each in enumerate(made):
-        if isinstance(each, data.DataLoader):
-            if length_hint(each.dataset) and not isinstance(each.dataset, data.IterableDataset):
-                how = LoadOptions(None, each.num_workers, pin_memory=False)
+    for place, item in enumerate(made):
+        if isinstance(item, data.DataLoader):
+            if length_hint(item.dataset) and not isinstance(item.dataset, data.IterableDataset):
+                options = LoadOptions(None, item.num_workers, pin_memory=False)
                 with _kept_states():
-                    check_same_data(each.dataset, _DATA, how, seed=seed, group=group, device=device)
-            made[place] = PreparedLoader(each, world, seed)
+                    check_same_data(item.dataset, _DATA, options, seed=seed, group=group, device=device)
+            made[place] = PreparedLoader(item, world, seed)
     if world.rank:
         seed_cpu(mix(seed, _RANK, world.rank))
         seed_device(world.device, mix(seed, _RANK, world.rank))
@@ -354,27 +354,27 @@ def prepare(*objects: Any) -> Any:
 _DATA = "The data set of a DataLoader"
 
 
-def _check(given: Any) -> tuple[str, str]:
+def _check(item: Any) -> tuple[str, str]:
     """Return why an object cannot be prepared, if so, and what must be the same on all ranks."""
-    error, name = "", type(given).__name__
-    if isinstance(given, data.DataLoader):
-        sizes = length_hint(given.batch_sampler), length_hint(given.dataset)
-        name = f"{name} of {sizes[0]} batches of {given.batch_size}, {sizes[1]} samples"
-        if isinstance(getattr(given.batch_sampler, "sampler", given.sampler), data.DistributedSampler):
+    error, name = "", type(item).__name__
+    if isinstance(item, data.DataLoader):
+        sizes = length_hint(item.batch_sampler), length_hint(item.dataset)
+        name = f"{name} of {sizes[0]} batches of {item.batch_size}, {sizes[1]} samples"
+        if isinstance(getattr(item.batch_sampler, "sampler", item.sampler), data.DistributedSampler):
             error = (
                 "A DataLoader has a DistributedSampler, but prepare() divides each batch among the ranks.\n"
                 "Leave the sampler out (shuffle=True shuffles), and give the batch size of all ranks together."
             )
-        elif given.batch_sampler is None:
+        elif item.batch_sampler is None:
             error = (
                 "A DataLoader has batch_size=None, so prepare() cannot divide its batches.\n"
                 "Return single samples from the data set, and give batch_size or batch_sampler."
             )
-    elif isinstance(given, DistributedDataParallel | Optimizer | LRScheduler | PreparedLoader):
+    elif isinstance(item, DistributedDataParallel | Optimizer | LRScheduler | PreparedLoader):
         pass
-    elif isinstance(given, TorchDistributedDataParallel | nn.DataParallel):
+    elif isinstance(item, TorchDistributedDataParallel | nn.DataParallel):
         error = f"A model is wrapped in torch's {name}.\nPass the model itself: prepare() wraps it."
-    elif not isinstance(given, nn.Module):
+    elif not isinstance(item, nn.Module):
         error = (
             f"prepare() cannot prepare a {name}.\n"
             "It accepts models (torch.nn.Module), optimizers, learning-rate schedulers and DataLoaders."
@@ -385,7 +385,7 @@ def _check(given: Any) -> tuple[str, str]:
 def _prepare_model(module: nn.Module, world: World) -> nn.Module:
     if not isinstance(module, DistributedDataParallel):
         module = move(module, world.device)
-        if not any(each.requires_grad for each in module.parameters()):
+        if not any(parameter.requires_grad for parameter in module.parameters()):
             return module
         module = DistributedDataParallel(module)
     _models.add(module)
@@ -393,10 +393,10 @@ def _prepare_model(module: nn.Module, world: World) -> nn.Module:
 
 
 def _prepare_optimizer(optimizer: Optimizer, world: World) -> None:
-    known = {id(parameter) for model in _models for parameter in model.parameters()}
+    prepared = {id(parameter) for model in _models for parameter in model.parameters()}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            if parameter.requires_grad and id(parameter) not in known:
+            if parameter.requires_grad and id(parameter) not in prepared:
                 raise ConfigurationError(
                     f"{type(optimizer).__name__} updates a parameter of shape {list(parameter.shape)}, in group "
                     f"{number}, that is in no prepared model: its gradients would not be averaged over the ranks.\n"

@@ -348,7 +348,7 @@ FAULTS = {
     "record_stream": (loader, "_record", lambda tensor, stream: tensor),
     "wait": (comm_hooks.AllReduceMean, "finish", lambda self, bucket, future: None),
     "synchronize": (accelerator.HostCopy, "read", lambda copy: copy.value),
-    "device": (loader, "_move", on_another_device),
+    "device": (loader, "_put_on_device", on_another_device),
     "event": (accelerator, "recorded_event", on_another_stream),
 }
 TEXTS = {

@@ -66,7 +66,7 @@ _NUM_COMPARED, _NUM_READS = 4, 4
 def check_same_data(
     samples: Any,
     field: str,
-    how: LoadOptions,
+    options: LoadOptions,
     *,
     seed: int,
     group: Group | None,
@@ -83,7 +83,7 @@ def check_same_data(
     Args:
         samples: A data set.
         field: Its name in errors, such as ``Task.dataset``.
-        how: How its samples are loaded: here, too, in a loader process, as some files must not be open at a fork.
+        options: How its samples are loaded: here, too, in a loader process, as some files must not be open at a fork.
         seed: Of the run.
         group: The ranks that train together; None: only this process.
         device: For NCCL a CUDA device.
@@ -104,19 +104,19 @@ def check_same_data(
             )
     if length is not None:
         indices = [mix(seed, _COMPARED, number) % length for number in range(_NUM_COMPARED)]
-        how = replace(how, collate=checksum, workers=min(how.workers, 1), pin_memory=False)
-        read = load(samples, [Request(0, 0, length, {0: indices})] * _NUM_READS, how, seed=seed, epochs=epochs)
+        options = replace(options, collate=checksum, workers=min(options.workers, 1), pin_memory=False)
+        read = load(samples, [Request(0, 0, length, {0: indices})] * _NUM_READS, options, seed=seed, epochs=epochs)
         first, *others = {"" if micro.bad else micro.batches[0] for micro in read}
         check_same_samples("" if others else first, field, 0, group=group, device=device)
 
 
-def check_same_samples(mine: str, field: str, step: int, *, group: Group | None, device: torch.device) -> None:
+def check_same_samples(own_checksum: str, field: str, step: int, *, group: Group | None, device: torch.device) -> None:
     """Check that all ranks read the same samples: of a global batch of a stream, or some that each of them reads.
 
     Collective: every rank of ``group``, if there is one. Blocks until all have called it.
 
     Args:
-        mine: The checksum of those that this rank read; empty if they cannot be compared.
+        own_checksum: The checksum of those that this rank read; empty if they cannot be compared.
         field: The name of the data in errors, such as ``Task.dataset``.
         step: The step of the batch.
         group: The ranks that train together; None: only this process.
@@ -127,7 +127,7 @@ def check_same_samples(mine: str, field: str, step: int, *, group: Group | None,
     """
     if group is None:
         return
-    checksums: list[str] = all_gather_object(mine, group=group, device=device)
+    checksums: list[str] = all_gather_object(own_checksum, group=group, device=device)
     first = next((rank for rank, checksum in enumerate(checksums) if checksum), 0)
     others = [str(rank) for rank, other in enumerate(checksums) if other and other != checksums[first]]
     if others:

@@ -101,10 +101,10 @@ def stop_error(bad: Sequence[BadSample], data: str, *, evaluation: bool) -> Data
         tail = "Return samples of one kind and shape from the data set, or make batches of them with Task.collate."
     else:
         head = f"Sample {first.sample} of {data} cannot be read{place}."
-        more = f"{len(bad) - 1} more cannot be read either: {_first_few([sample.sample for sample in bad[1:]])}.\n" * (
+        rest = f"{len(bad) - 1} more cannot be read either: {_first_few([sample.sample for sample in bad[1:]])}.\n" * (
             len(bad) > 1
         )
-        tail = f"{more}{_ADVICE}"
+        tail = f"{rest}{_ADVICE}"
     return first.error(f"{head}\n{first.cause}\n{tail}", first.sample)
 
 
@@ -269,22 +269,22 @@ def having_epochs(samples: Any) -> list[HasEpochs]:
         return [samples]
     parts = [samples.dataset] if isinstance(samples, Subset) else []
     parts += samples.datasets if isinstance(samples, ConcatDataset | ChainDataset) else []
-    return [each for part in parts for each in having_epochs(part)]
+    return [dataset for part in parts for dataset in having_epochs(part)]
 
 
 class _Fetch(Dataset[MicroBatch]):
     """Answers requests; runs in the loader processes if there are any."""
 
-    def __init__(self, samples: Any, how: LoadOptions, seed: int, epochs: Sequence[HasEpochs]) -> None:
+    def __init__(self, samples: Any, options: LoadOptions, seed: int, epochs: Sequence[HasEpochs]) -> None:
         self._epochs, self._epoch = epochs, -1
-        self._samples, self._collate, self._skip_bad, self._seed = samples, how.collate, how.skip_bad, seed
-        self._read_at_once = batched_getitem(samples, how.collate)
+        self._samples, self._collate, self._skip_bad, self._seed = samples, options.collate, options.skip_bad, seed
+        self._read_at_once = batched_getitem(samples, options.collate)
 
     def __getitem__(self, request: Request) -> MicroBatch:
         if request.epoch != self._epoch:
-            for each in self._epochs:
+            for dataset in self._epochs:
                 seed_cpu(mix(self._seed, _SAMPLE, request.epoch))  # for what shuffles then
-                each.set_epoch(request.epoch)
+                dataset.set_epoch(request.epoch)
             self._epoch = request.epoch
         bad: list[BadSample] = []
         micro = MicroBatch(request.step, request.num_global, [], [], [])
@@ -323,31 +323,31 @@ class _Fetch(Dataset[MicroBatch]):
         except MemoryError:
             raise
         except Exception as error:
-            found = BadSample.of(error, read[0], request.epoch, request.step)
-            bad.append(found._replace(others=tuple(read[1:])))
+            bad_sample = BadSample.of(error, read[0], request.epoch, request.step)
+            bad.append(bad_sample._replace(others=tuple(read[1:])))
             return [], None
 
 
 def load(
-    samples: Any, requests: Iterable[Request], how: LoadOptions, *, seed: int, epochs: Sequence[HasEpochs] = ()
+    samples: Any, requests: Iterable[Request], options: LoadOptions, *, seed: int, epochs: Sequence[HasEpochs] = ()
 ) -> Iterator[MicroBatch]:
     """Return the micro-batches of ``requests``, in their order; still in host memory.
 
     Args:
         samples: With ``len`` and ``[]``.
         requests: Such as those of `train_requests`.
-        how: How they are loaded.
+        options: How they are loaded.
         seed: The seed from which the random numbers of each sample are derived.
         epochs: What is told the epoch of a request.
     """
-    return iter(how.open(_Fetch(samples, how, seed, epochs), requests))
+    return iter(options.open(_Fetch(samples, options, seed, epochs), requests))
 
 
 def load_order(
-    order: GlobalOrder | ShardOrder, samples: Any, split: BatchSplit, how: LoadOptions, step: int, _state: Any
+    order: GlobalOrder | ShardOrder, samples: Any, split: BatchSplit, options: LoadOptions, step: int, _state: Any
 ) -> Iterator[MicroBatch]:
     """Return the micro-batches of this process from ``step`` on, without end; still in host memory."""
-    return load(samples, train_requests(order, split, step), how, seed=order.seed, epochs=having_epochs(samples))
+    return load(samples, train_requests(order, split, step), options, seed=order.seed, epochs=having_epochs(samples))
 
 
 # --- Loader processes that die
@@ -383,7 +383,7 @@ def explaining_worker_failures(rank: int) -> Iterator[None]:
             raise
         cause = str(error.__cause__ or error).splitlines()[0].strip()  # how it ended, if torch knows
         otherwise = "Find out why with workers=0 (--workers 0), which loads samples in the training process."
-        advice = next((advice for how, advice in _WHAT_TO_DO.items() if how in cause), otherwise)
+        advice = next((advice for ending, advice in _WHAT_TO_DO.items() if ending in cause), otherwise)
         raise LoaderDied(f"A loader process of rank {rank} died: {cause}\n{advice}") from None
 
 
@@ -398,7 +398,7 @@ class Movable(Protocol):
         """Return it on ``device``."""
 
 
-def _move(value: Any, device: torch.device) -> Any:
+def _put_on_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=value.is_pinned())
     return value.to(device) if isinstance(value, Movable) and not isinstance(value, type) else value
@@ -406,8 +406,8 @@ def _move(value: Any, device: torch.device) -> Any:
 
 def to_device(batch: MicroBatch, devices: Mapping[int, torch.device]) -> MicroBatch:
     """Return ``batch`` with each share on the device of its number; pinned memory is copied without blocking."""
-    moves = [(each, partial(_move, device=device)) for each, device in _on_devices(batch, devices)]
-    return batch._replace(batches=[map_tensors(each, move, move) for each, move in moves])
+    moves = [(share, partial(_put_on_device, device=device)) for share, device in _on_devices(batch, devices)]
+    return batch._replace(batches=[map_tensors(share, move, move) for share, move in moves])
 
 
 def _on_devices(batch: MicroBatch, devices: Mapping[int, torch.device]) -> Iterator[tuple[Any, torch.device]]:
@@ -446,7 +446,7 @@ class Prefetcher:
         for share, device in _on_devices(batch, self._devices):
             current = torch.accelerator.current_stream(device)
             current.wait_stream(self._streams[device])
-            shares.append(map_tensors(share, partial(_record, stream=current), partial(_move, device=device)))
+            shares.append(map_tensors(share, partial(_record, stream=current), partial(_put_on_device, device=device)))
         return batch._replace(batches=shares)
 
     def start_next(self) -> None:
@@ -460,7 +460,7 @@ class Prefetcher:
             is_timed = self._copies is not None and not shares
             with self._streams[device]:
                 began = recorded_event(device, timing=True) if is_timed else None
-                shares.append(map_tensors(share, partial(_move, device=device)))
+                shares.append(map_tensors(share, partial(_put_on_device, device=device)))
                 if self._copies is not None and began is not None:
                     self._copies.append((began, recorded_event(device, timing=True)))
         return batch._replace(batches=shares)

@@ -90,10 +90,10 @@ class Permutation:
         assert not positions or 0 <= min(positions[0], positions[-1]) <= max(positions[0], positions[-1]) < self._size
         if self._table is not None:
             return torch.from_numpy(self._table[np.arange(positions.start, positions.stop, positions.step)])
-        found = self._rounds(np.arange(positions.start, positions.stop, positions.step, dtype=np.uint64))
-        while len(outside := np.flatnonzero(found >= self._size)):
-            found[outside] = self._rounds(found[outside])
-        return torch.from_numpy(found.astype(np.int64))
+        values = self._rounds(np.arange(positions.start, positions.stop, positions.step, dtype=np.uint64))
+        while len(outside := np.flatnonzero(values >= self._size)):
+            values[outside] = self._rounds(values[outside])
+        return torch.from_numpy(values.astype(np.int64))
 
     def _sort(self) -> NDArray[np.int64]:
         positions = np.arange(self._size, dtype=np.uint64)
@@ -261,20 +261,20 @@ class ShardOrder:
         """Return the indices of the global batch of ``step``, a 1-D int64 tensor; the cost depends on its size only."""
         epoch, number = divmod(step, self.steps_per_epoch)
         size = min(self.batch_size, self.num_samples - number * self.batch_size)
-        full, own = (np.diff(cut_lanes(each, self.num_lanes)) for each in (self.batch_size, size))
+        full, lane_sizes = (np.diff(cut_lanes(num, self.num_lanes)) for num in (self.batch_size, size))
         parts = []
-        for lane in np.flatnonzero(own).tolist():
+        for lane in np.flatnonzero(lane_sizes).tolist():
             first, skipped = divmod(number * int(full[lane]), self.window)
-            stop = skipped + int(own[lane])
+            stop = skipped + int(lane_sizes[lane])
             windows = range(first, first - -stop // self.window)
-            parts += [np.concatenate([_window(self, epoch, lane, each) for each in windows])[skipped:stop]]
+            parts += [np.concatenate([_window(self, epoch, lane, index) for index in windows])[skipped:stop]]
         return torch.from_numpy(self.indices(epoch, np.concatenate(parts)))
 
     def indices(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the indices of the samples at ``positions`` of the sequence of ``epoch``."""
         shards, starts = shard_sequence(self, epoch)
-        found = shards[np.searchsorted(starts[shards] + self.sizes[shards], positions, side="right")]
-        return positions - starts[found] + (np.cumsum(self.sizes) - self.sizes)[found]
+        owners = shards[np.searchsorted(starts[shards] + self.sizes[shards], positions, side="right")]
+        return positions - starts[owners] + (np.cumsum(self.sizes) - self.sizes)[owners]
 
 
 @lru_cache(maxsize=4)

@@ -242,7 +242,7 @@ def _open_shards(store: Any, paths: list[str], columns: Sequence[str] | None) ->
         with _naming(path):
             shards += [(os.path.dirname(path), shard) for shard in json.loads(store.cat_file(path))["shards"]]
     layouts = [{key: shard.get(key) for key in ("format", "compression", *_MDS_COLUMNS)} for _, shard in shards]
-    if layouts[0] | {"format": "mds", "compression": None} != layouts[0] or any(each != layouts[0] for each in layouts):
+    if layouts[0] | {"format": "mds", "compression": None} != layouts[0] or layouts.count(layouts[0]) < len(layouts):
         raise ConfigurationError(
             f"{paths[0]} lists shards that are compressed, of different columns, or not MDS.\n"
             "Write them with MDSWriter without compression."
@@ -252,8 +252,8 @@ def _open_shards(store: Any, paths: list[str], columns: Sequence[str] | None) ->
         reader.validate(False)
     except ValueError as error:
         raise ConfigurationError(f"{paths[0]}: {error}\nWrite the column with another encoding.") from error
-    found = [f"{folder}/{shard['raw_data']['basename']}" for folder, shard in shards]
-    return found, _ByteFormat(_index_mds, reader.decode_sample)
+    urls = [f"{folder}/{shard['raw_data']['basename']}" for folder, shard in shards]
+    return urls, _ByteFormat(_index_mds, reader.decode_sample)
 
 
 # --- The index
@@ -341,14 +341,14 @@ class _PieceCache:
 
     def _remove_oldest(self) -> None:
         """Remove the least recently used files beyond the limit."""
-        found = []
+        files = []
         for path in self._folder.iterdir():
             with contextlib.suppress(FileNotFoundError):
                 state = path.stat()
                 if path.suffix != ".part":
-                    found.append((state.st_mtime_ns, state.st_size, path))
-        excess = sum(size for _, size, _ in found) - self._max_bytes
-        for _, size, path in sorted(found)[:-1]:  # never the one that was just fetched
+                    files.append((state.st_mtime_ns, state.st_size, path))
+        excess = sum(size for _, size, _ in files) - self._max_bytes
+        for _, size, path in sorted(files)[:-1]:  # never the one that was just fetched
             if excess > 0:
                 path.unlink(missing_ok=True)
                 excess -= size
@@ -402,8 +402,8 @@ class ShardedDataset(Dataset[Any]):
             if value < 1:
                 raise ConfigurationError(f"{name}={value} is too small.\nGive at least 1.")
         self._decode, self._window, self._num_lanes, self._cache_bytes = decode, window, lanes, cache_bytes
-        given = [shards] if isinstance(shards, str | os.PathLike) else shards
-        urls = [os.path.expanduser(os.fspath(each)) for each in given]
+        listed = [shards] if isinstance(shards, str | os.PathLike) else shards
+        urls = [os.path.expanduser(os.fspath(path)) for path in listed]
         store, paths = _expand(urls)
         paths, self._format = _open_shards(store, paths, columns)
         self._url, self._paths = urls[0], np.array(paths)
@@ -537,10 +537,10 @@ def _expand(urls: Sequence[str]) -> tuple[Any, list[str]]:
     paths: list[str] = []
     for url in urls:
         with _naming(url):
-            found = sorted(stores[0].glob(f"{url}/index.json" if stores[0].isdir(url) else url))
-        if not found:
+            matches = sorted(stores[0].glob(f"{url}/index.json" if stores[0].isdir(url) else url))
+        if not matches:
             raise DataError(f"No file matches {url}.\nCheck the name, and that this machine sees the folder.")
-        paths += found
+        paths += matches
     path, times = Counter(paths).most_common(1)[0]
     if times > 1:
         raise ConfigurationError(f"{path} is given twice, so its samples would count twice.\nGive each file once.")

@@ -82,12 +82,12 @@ class StreamOrder:
         """The field of the task that made the stream."""
         return "dataset" if self.num_epochs is None else "eval_dataset"
 
-    def load(self, stream: Any, split: BatchSplit, how: LoadOptions, step: int, state: Any) -> Iterator[MicroBatch]:
+    def load(self, stream: Any, split: BatchSplit, options: LoadOptions, step: int, state: Any) -> Iterator[MicroBatch]:
         """Return the micro-batches of this process from ``step`` on, without end; still in host memory.
 
         Without the ``state`` after the step before, earlier samples are read and dropped.
         """
-        for item in how.open(_Steps(stream, self, split, step, state, how.collate)):
+        for item in options.open(_Steps(stream, self, split, step, state, options.collate)):
             if isinstance(item, LockstepError):
                 raise item
             yield from item
@@ -157,8 +157,8 @@ class StreamReader:
         if not isinstance(self._stream, Stateful):
             return None
         state = self._stream.state_dict()
-        if (found := first_not_serializable(state)) is not None:
-            self.problem = f"holds a {found.__module__}.{found.__qualname__}, which a checkpoint cannot"
+        if (kind := first_not_serializable(state)) is not None:
+            self.problem = f"holds a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot"
             return None
         return pickle.dumps({"epoch": self.epoch, "stream": state})
 
@@ -180,8 +180,8 @@ class StreamReader:
             return ""  # not a checksum, so the state counts as inexact
 
     def _begin(self, stream: Iterable[Any], step: int, state: dict[str, Any] | None) -> Iterator[Any]:
-        for each in having_epochs(stream):
-            each.set_epoch(self.epoch)
+        for dataset in having_epochs(stream):
+            dataset.set_epoch(self.epoch)
         if state is not None:
             assert isinstance(stream, Stateful)
             stream.load_state_dict(copy.deepcopy(state["stream"]))

@@ -185,8 +185,8 @@ def _expand(files: Files) -> list[str]:
         DataError: No file matches a pattern.
     """
     paths: list[str] = []
-    for given in [files] if isinstance(files, str | os.PathLike) else files:
-        name = os.path.expanduser(os.fspath(given))
+    for path in [files] if isinstance(files, str | os.PathLike) else files:
+        name = os.path.expanduser(os.fspath(path))
         is_pattern = glob.has_magic(name) and not os.path.exists(name)
         matches = sorted(glob.glob(name)) if is_pattern else [name]
         if not matches:
@@ -202,12 +202,12 @@ def _expand(files: Files) -> list[str]:
 
 def _integers(dtype: str) -> np.dtype[Any]:
     try:
-        found = np.dtype(dtype)
+        np_dtype = np.dtype(dtype)
     except TypeError:
-        found = np.dtype(object)
-    if found.kind not in "iu":
+        np_dtype = np.dtype(object)
+    if np_dtype.kind not in "iu":
         raise ConfigurationError(f'dtype={dtype!r} is not an integer type.\nGive one, such as "uint16".')
-    return found
+    return np_dtype
 
 
 def _unreadable(path: str, error: OSError) -> DataError:

@@ -95,16 +95,16 @@ def monitor(
     models: list[nn.Module] = _listed("model", model, nn.Module)
     loaders: list[DataLoader[Any]] = _listed("loader", loader, DataLoader)
     # Some libraries wrap them.
-    optimizers = [getattr(each, "optimizer", None) or each for each in _listed("optimizer", optimizer, Optimizer)]
-    names = " and ".join(type(each).__name__ for each in models)
+    optimizers = [getattr(value, "optimizer", None) or value for value in _listed("optimizer", optimizer, Optimizer)]
+    names = " and ".join(type(module).__name__ for module in models)
     if not trained_parameters(models):
         raise ConfigurationError(
             f"{names or 'model'} has no parameter that requires a gradient.\nGive the model that is called in training."
         )
-    for each in optimizers:
-        if not updates(each, models):
+    for item in optimizers:
+        if not updates(item, models):
             raise ConfigurationError(
-                f"The optimizer {type(each).__name__} updates no parameter of {names}.\n"
+                f"The optimizer {type(item).__name__} updates no parameter of {names}.\n"
                 "Give the optimizer of this model; create it after wrapping the model."
             )
     if not isinstance(first_step, int) or first_step < 0:
@@ -127,9 +127,9 @@ def monitor(
 def _listed(name: str, value: Any, kind: type) -> list[Any]:
     """Return an argument as a list whose items have the type ``kind``; empty if it was omitted."""
     values = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
-    for each in values:
-        if not isinstance(each, kind):
-            raise ConfigurationError(f"{name} is of type {type(each).__name__}, which is {_ADVICE[name]}")
+    for item in values:
+        if not isinstance(item, kind):
+            raise ConfigurationError(f"{name} is of type {type(item).__name__}, which is {_ADVICE[name]}")
     return list(values)
 
 
@@ -171,7 +171,7 @@ class Watch:
         self.run_dir, self.models, self._loaders, self._place = Path(settings.run_dir or ""), models, loaders, place
         self.is_closed, self._provenance = False, provenance
         self._pid, self._error_before = os.getpid(), getattr(sys, "last_value", None)
-        self._device = next(each.device for each in trained_parameters(models))
+        self._device = next(parameter.device for parameter in trained_parameters(models))
         if is_late():
             first_step = max(first_step, num_recorded())
         elif not first_step and num_restarts():
@@ -286,11 +286,11 @@ class Watch:
     # --- forward and backward -----------------------------------------------------------------------------------------
 
     def _forward_begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        if self.steps.is_mine():
+        if self.steps.is_on_training_thread():
             self.steps.forward_begins(is_training=model.training)
 
     def _forward_ends(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if self.steps.is_mine():
+        if self.steps.is_on_training_thread():
             # Backward may start from any output: the first gradient of any of them counts.
             for tensor in find_tensors(output):
                 if tensor.grad_fn is not None:
@@ -298,8 +298,8 @@ class Watch:
             self.steps.forward_ends(num_samples(args) or num_samples(kwargs))
 
     def _backward_ends(self) -> None:
-        taken = [each.take() for each in self._stamps.values()]
-        self.steps.backward_ends([each for each in taken if each is not None] if self._stamps else None)
+        taken = [stamps.take() for stamps in self._stamps.values()]
+        self.steps.backward_ends([stamps for stamps in taken if stamps is not None] if self._stamps else None)
 
     # --- loaders ------------------------------------------------------------------------------------------------------
 
@@ -308,7 +308,7 @@ class Watch:
 
         Calls that raise, and calls inside others, are not reported.
         """
-        if self._is_within or not self.steps.is_mine():
+        if self._is_within or not self.steps.is_on_training_thread():
             return fetch()  # the loop waits for the outer of two nested loaders
         asked = moment(self._device)
         self._is_within = True
@@ -321,23 +321,23 @@ class Watch:
 
     # --- optimizers ---------------------------------------------------------------------------------------------------
 
-    def _scaled(self, step: Callable[..., Any], scaler: Any, optimizer: Optimizer, *args: Any, **how: Any) -> Any:
+    def _scaled(self, step: Callable[..., Any], scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Report an optimizer's step that GradScaler skips if a gradient is not finite."""
         num_before = self._num_updates
         Hook(self._optimizer_begins, self._fail)(optimizer)
-        result = step(scaler, optimizer, *args, **how)
+        result = step(scaler, optimizer, *args, **kwargs)
         Hook(self._optimizer_ends, self._fail)(optimizer, is_skipped=self._num_updates == num_before)
         return result
 
     def _optimizer_begins(self, optimizer: Optimizer, *_: Any) -> None:
-        if self.steps.is_mine() and self._is_ours(optimizer):
+        if self.steps.is_on_training_thread() and self._is_ours(optimizer):
             self.steps.optimizer_begins(id(optimizer))
 
     def _optimizer_ends(self, optimizer: Optimizer, *_: Any, is_skipped: bool = False) -> None:
         if in_backward():  # in any thread
             if not self.steps.is_over and self._is_ours(optimizer):
                 self.steps.optimizer_within(learning_rate_of(optimizer))
-        elif self.steps.is_mine() and self._is_ours(optimizer):
+        elif self.steps.is_on_training_thread() and self._is_ours(optimizer):
             self._num_updates += 1
             self.steps.optimizer_ends(id(optimizer), learning_rate_of(optimizer), is_skipped=is_skipped)
 
@@ -351,8 +351,8 @@ class Watch:
     def _record(self, step: StepMarks) -> None:
         """Record a step, which the device may not have completed. Does not block."""
         # Single buckets get time stamps only in steps with a timeline.
-        for each in self._stamps.values():
-            each.closely = has_timeline(step.number + 1)
+        for stamps in self._stamps.values():
+            stamps.closely = has_timeline(step.number + 1)
         complete(step, self._strategy)
         # Assumes batches of equal size on all ranks, as a collective in the loop of the script is not allowed.
         step.samples *= self._place.num_ranks
@@ -393,8 +393,8 @@ class Watch:
             self._event("end", f"{num_done} steps done", num_done)
         else:
             self._event("error", activity.one_line(failure), num_done)
-        known = {"num_steps": num_done, "global_batch_size": self._batch_size or None}
-        self._recorder.finish(waits=failure is None, **known)
+        totals = {"num_steps": num_done, "global_batch_size": self._batch_size or None}
+        self._recorder.finish(waits=failure is None, **totals)
         self._recorder.close()
 
     def _at_exit(self) -> None:
@@ -421,8 +421,8 @@ class Watch:
             "recorded_by": "monitor",
             "task": Path(sys.argv[0]).name or "a script",
             "settings": settings,
-            "num_parameters": sum(each.numel() for each in parameters),
-            "gradient_bytes": sum(each.numel() * each.element_size() for each in parameters),
+            "num_parameters": sum(parameter.numel() for parameter in parameters),
+            "gradient_bytes": sum(p.numel() * p.element_size() for p in parameters),
             "backend": backend_name(default_group()) if is_initialized() else None,
             "provenance": asdict(self._provenance or gather(Path(sys.argv[0]) if sys.argv[0] else None)),
         }
@@ -440,7 +440,7 @@ def _number(value: Tensor | float) -> Number:
 
 def trained_parameters(models: Sequence[nn.Module]) -> list[nn.Parameter]:
     """Return the parameters that require a gradient, with duplicates."""
-    return [each for model in models for each in model.parameters() if each.requires_grad]
+    return [p for model in models for p in model.parameters() if p.requires_grad]
 
 
 def find_engine(models: Sequence[nn.Module], num_ranks: int) -> tuple[str, list[DistributedDataParallel]]:
@@ -450,12 +450,12 @@ def find_engine(models: Sequence[nn.Module], num_ranks: int) -> tuple[str, list[
     """
     # Without duplicates, as a model may be a part of another.
     modules = dict.fromkeys(module for model in models for module in model.modules())
-    if ours := [each for each in modules if isinstance(each, DistributedDataParallel)]:
+    if ours := [module for module in modules if isinstance(module, DistributedDataParallel)]:
         return "ddp", ours
     others = {"torch-ddp": TorchDistributedDataParallel, "dp": DataParallel, "torch-dp": nn.DataParallel}
     otherwise = "unknown" if is_initialized() and num_ranks > 1 else "single"
-    found = (name for name, kind in others.items() if any(isinstance(each, kind) for each in modules))
-    return next(found, otherwise), []
+    engines = (name for name, kind in others.items() if any(isinstance(module, kind) for module in modules))
+    return next(engines, otherwise), []
 
 
 def complete(step: StepMarks, strategy: str) -> None:

@@ -84,7 +84,7 @@ class Steps:
         # No event can be recorded while a CUDA graph is captured.
         return not self.is_over and not is_capturing(self._device)
 
-    def is_mine(self) -> bool:
+    def is_on_training_thread(self) -> bool:
         """Return whether hooks report, and this is the training thread, outside of a backward."""
         return (os.getpid(), get_ident()) == self._thread and not in_backward() and self.is_watching()
 
@@ -280,16 +280,16 @@ def num_samples(batch: Any, batch_size: int | None = None) -> int:
     """
     values = batch
     # A model may get lists beside tensors, such as one of layers.
-    if isinstance(batch, Mapping) and not any(isinstance(each, Tensor) for each in batch.values()):
+    if isinstance(batch, Mapping) and not any(isinstance(value, Tensor) for value in batch.values()):
         values = list(batch.values())
     if isinstance(values, (list, tuple)) and values and isinstance(values[0], (list, tuple)):
         return len(values[0])
-    tensor = next((found for found in find_tensors(batch) if found.dim()), None)
+    tensor = next((leaf for leaf in find_tensors(batch) if leaf.dim()), None)
     size = 0 if tensor is None else tensor.shape[0]
     return batch_size if isinstance(batch, (list, tuple)) and len(batch) == batch_size != size else size
 
 
 def updates(optimizer: Optimizer, models: Iterable[nn.Module]) -> bool:
     """Return whether an optimizer has a parameter of one of the models."""
-    theirs = {id(parameter) for model in models for parameter in model.parameters()}
-    return any(id(parameter) in theirs for group in optimizer.param_groups for parameter in group["params"])
+    trained = {id(parameter) for model in models for parameter in model.parameters()}
+    return any(id(parameter) in trained for group in optimizer.param_groups for parameter in group["params"])

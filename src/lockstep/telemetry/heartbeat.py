@@ -127,7 +127,7 @@ class Heartbeat:
         # `walk_stack(None)` would return the frames of this thread.
         walked = () if frame is None else islice(traceback.walk_stack(frame), _NUM_FRAMES)
         content: dict[str, Any] = {name: getattr(activity.now, name) for name in _REPORTED}
-        content["frames"] = [(each.f_code.co_filename, line or 0, each.f_code.co_name) for each, line in walked]
+        content["frames"] = [(frame.f_code.co_filename, line or 0, frame.f_code.co_name) for frame, line in walked]
         if bucket := activity.now.bucket:
             content["collective"] = f"all_reduce of bucket {bucket[0]} ({activity.name_of_bucket(bucket[1])})"
         # With the last instruction, a loop on one line counts as moving.
@@ -225,7 +225,7 @@ def uses_gpu() -> bool:
 
 def device_memory() -> list[str]:
     """Return a sentence on the memory of each device in use, by torch's allocator. Does not wait for a device."""
-    found, torch = [], imported("torch")
+    sentences, torch = [], imported("torch")
     with contextlib.suppress(Exception):  # a device that has failed
         for index in range(torch.accelerator.device_count() if uses_gpu() else 0):
             stats = torch.accelerator.memory_stats(index)
@@ -233,8 +233,8 @@ def device_memory() -> list[str]:
                 total = torch.get_device_module().get_device_properties(index).total_memory
                 held, total, peak = map(format_bytes, (stats["allocated_bytes.all.current"], total, taken))
                 device = f"{torch.accelerator.current_accelerator()}:{index}"
-                found.append(f"{held} in tensors on {device}, at most {peak} of its {total} were reserved")
-    return found
+                sentences.append(f"{held} in tensors on {device}, at most {peak} of its {total} were reserved")
+    return sentences
 
 
 # --- torch's flight recorder ------------------------------------------------------------------------------------------

@@ -192,7 +192,7 @@ class Instrument(ExitStack):
         # Weak references, so that loaders, iterators and their processes end as without hooks.
         sizes: weakref.WeakKeyDictionary[Any, int | None] = weakref.WeakKeyDictionary()
         # Accelerate's loaders contain one.
-        observed = weakref.WeakSet(getattr(each, "base_dataloader", None) or each for each in chosen or ())
+        observed = weakref.WeakSet(getattr(loader, "base_dataloader", None) or loader for loader in chosen or ())
 
         def start(original: Callable[..., Any], loader: Any) -> Any:
             if chosen is not None and loader not in observed:
@@ -236,7 +236,7 @@ class Instrument(ExitStack):
 
                 def call(group: Any, *args: Any, _kind: Any = kind, _name: str = name, **kwargs: Any) -> None:
                     # Once, if the method of a derived class calls this one.
-                    if _kind is next(each for each in type(group).__mro__ if _name in vars(each)):
+                    if _kind is next(base for base in type(group).__mro__ if _name in vars(base)):
                         before(_name, group, *args, **kwargs)
 
                 self.before(kind, name, call)

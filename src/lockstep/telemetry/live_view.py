@@ -31,15 +31,15 @@ _SLOWER = 0.05
 
 def name_of(part: str, ranks: Sequence[RankFigures]) -> str:
     """Return the label of a part; backward includes the exchange if the engine does not measure that."""
-    if part == "backward" and len(ranks) > 1 and all(each["exposed_s"] is None for each in ranks):
+    if part == "backward" and len(ranks) > 1 and all(rank["exposed_s"] is None for rank in ranks):
         return "backward and exchange"
     return PARTS[part].label
 
 
 def largest(ranks: Sequence[RankFigures], count: int | None = None) -> str:
     """Return a text such as ``forward 41%, backward 38%``: the largest parts first, without small ones."""
-    found = sorted(shares(ranks).items(), key=lambda item: -item[1])
-    named = [f"{name_of(part, ranks)} {share:.0%}" for part, share in found if share >= _NAMED_SHARE]
+    parts = sorted(shares(ranks).items(), key=lambda item: -item[1])
+    named = [f"{name_of(part, ranks)} {share:.0%}" for part, share in parts if share >= _NAMED_SHARE]
     return ", ".join(named[:count])
 
 
@@ -52,10 +52,10 @@ def slowest_rank(snapshot: Snapshot) -> int | None:
 
 def line(snapshot: Snapshot) -> str:
     """Return the progress of a run in one line, for a pipe."""
-    of_all = "" if snapshot.num_steps is None else f"/{snapshot.num_steps}"
+    total = "" if snapshot.num_steps is None else f"/{snapshot.num_steps}"
     left = "" if snapshot.left_s is None else f"{duration(snapshot.left_s)} left"
     slowest = "" if (rank := slowest_rank(snapshot)) is None else f"rank {rank} is slowest"
-    begin = [f"step {snapshot.step}{of_all}", *_loss_and_rates(snapshot), left]
+    begin = [f"step {snapshot.step}{total}", *_loss_and_rates(snapshot), left]
     return "  ".join(filter(None, [*begin, largest(snapshot.ranks, 3), slowest, slowest_link(snapshot)]))
 
 
@@ -69,10 +69,10 @@ def _loss_and_rates(snapshot: Snapshot) -> list[str]:
 
 def slowest_link(snapshot: Snapshot) -> str:
     """Return the rate of the slowest link between machines, and its use; empty if it is unknown."""
-    known = [(per_s, each.rank, each) for each in snapshot.ranks if (per_s := each["link_bytes_per_s"])]
-    if not known:
+    links = [(per_s, rank.rank, rank) for rank in snapshot.ranks if (per_s := rank["link_bytes_per_s"])]
+    if not links:
         return ""
-    per_s, _, slowest = min(known)
+    per_s, _, slowest = min(links)
     a_step = f", {sent / 1e6:.3g} MB a step" if (sent := slowest["step_sent_bytes"]) else ""
     return f"slowest link: rank {slowest.rank} to {slowest.link_peer}, {per_s / 1e6:.3g} MB/s{a_step}"
 
@@ -88,7 +88,7 @@ def summary(snapshot: Snapshot) -> str | None:
         return None
     text = f"a step took {milliseconds(step_s)}: {largest(snapshot.ranks)}"
     # A rank that took the place of a lost one has other steps than the others, or none yet.
-    are_alike = len({each.num_steps for each in snapshot.ranks}) == 1 and bool(snapshot.known("exposed_s"))
+    are_alike = len({rank.num_steps for rank in snapshot.ranks}) == 1 and bool(snapshot.known("exposed_s"))
     if spread is None or spread.min_rank == spread.max_rank or not are_alike:
         return text
     slow = f"rank {spread.max_rank} ({milliseconds(spread.max)} of work in a step)"
@@ -195,28 +195,28 @@ def _legend(snapshot: Snapshot, width: int) -> list[Text]:
 def _ranks(snapshot: Snapshot, width: int, room: int) -> list[Text]:
     shown, slowest = list(snapshot.ranks), slowest_rank(snapshot)
     if len(shown) > min(room, MOST_RANKS):
-        by_work = sorted(shown, key=lambda each: (-(each["own_s"] or 0.0), each.rank))
-        shown = sorted(by_work[: max(1, min(room - 1, _NUM_SLOWEST))], key=lambda each: each.rank)
-    words = [_rank(each, is_slowest=each.rank == slowest) for each in shown]
+        by_work = sorted(shown, key=lambda rank: (-(rank["own_s"] or 0.0), rank.rank))
+        shown = sorted(by_work[: max(1, min(room - 1, _NUM_SLOWEST))], key=lambda rank: rank.rank)
+    words = [_rank(rank, is_slowest=rank.rank == slowest) for rank in shown]
     bar_width = min(20, width - max(map(len, words)) - 10)  # the remaining space, equal for all ranks
     lines = [
-        Text.assemble((f"rank {each.rank:<3} ", text.style), bar([each], bar_width), " ", text)
-        for each, text in zip(shown, words, strict=True)
+        Text.assemble((f"rank {rank.rank:<3} ", text.style), bar([rank], bar_width), " ", text)
+        for rank, text in zip(shown, words, strict=True)
     ]
     if missing := len(snapshot.ranks) - len(shown):
         lines.append(Text(f"  and {missing} ranks with less work", style="dim"))
     return lines[:room]
 
 
-def _rank(each: RankFigures, *, is_slowest: bool) -> Text:
-    own_s, wait_s, age_s = each["own_s"], each["exposed_s"], each["age_s"] or 0.0
+def _rank(rank: RankFigures, *, is_slowest: bool) -> Text:
+    own_s, wait_s, age_s = rank["own_s"], rank["exposed_s"], rank["age_s"] or 0.0
     words = ["no step done yet" if own_s is None else f"works {milliseconds(own_s):>7}"]
     if wait_s is not None:
         words.append(f"waits {milliseconds(wait_s):>7}")
-    device = "CPU" if each["gpu_percent"] is None else "GPU"
-    if (percent := each[f"{device.lower()}_percent"]) is not None:
+    device = "CPU" if rank["gpu_percent"] is None else "GPU"
+    if (percent := rank[f"{device.lower()}_percent"]) is not None:
         words.append(f"{device} {percent:3.0f}%")
-    held = each["rss_bytes"] if each["memory_bytes"] is None else each["memory_bytes"]
+    held = rank["rss_bytes"] if rank["memory_bytes"] is None else rank["memory_bytes"]
     if held is not None:
         words.append(format_bytes(held))
     text = Text("  ".join([*words, *["slowest"] * is_slowest]), style="bold" if is_slowest else "")
@@ -283,8 +283,8 @@ class LauncherTerminal:
     def show(self, lines: Sequence[Text]) -> None:
         """Replace the lines shown by ``lines``."""
         with self._console.capture() as capture:
-            for each in lines:
-                self._console.print(each, no_wrap=True, overflow="ignore", crop=False, highlight=False)
+            for line in lines:
+                self._console.print(line, no_wrap=True, overflow="ignore", crop=False, highlight=False)
         with self._region.locked() as rows:
             if rows >= 0:  # otherwise the last row holds an unfinished line of output
                 self._file.write(erase_rows(rows) + capture.get())

@@ -62,7 +62,7 @@ def sign_of_life(samples: Sequence[Sample]) -> str:
     first, last = samples[0], samples[-1]
     seconds = last.at_s - first.at_s
     core_share = (last.cpu_s - first.cpu_s) / max(seconds, 1e-9)
-    num_seen = Counter(state for each in samples for state in set(each.states))
+    num_seen = Counter(state for sample in samples for state in set(sample.states))
     signs = {
         COMPUTES: core_share > _BUSY or 2 * num_seen["R"] > len(samples),
         "its child processes start or end": first.pids != last.pids,
@@ -96,9 +96,9 @@ def sample(pid: int, *, own_bytes: int) -> Sample:
     """
     at_s, pids = time.monotonic(), frozenset(process_tree(pid))
     states, used_s = zip(*map(process_state, pids), strict=True)
-    num_bytes = sum(_counted(f"/proc/{each}/io", "rchar|wchar") for each in pids) - own_bytes
+    num_bytes = sum(_counted(f"/proc/{pid}/io", "rchar|wchar") for pid in pids) - own_bytes
     # Of main threads only.
-    num_wakeups = sum(_counted(f"/proc/{each}/task/{each}/status", "voluntary_ctxt_switches") for each in pids)
+    num_wakeups = sum(_counted(f"/proc/{pid}/task/{pid}/status", "voluntary_ctxt_switches") for pid in pids)
     return Sample(at_s, sum(used_s), num_bytes, num_wakeups, pids, "".join(states))
 
 
@@ -195,9 +195,9 @@ def state_of(rank: int, heartbeat: Mapping[str, Any], process_state: str, life: 
     elif is_debugged(frames):
         life = DEBUGGED
     name = "" if is_silent or life in (ENDED, STOPPED) else operation(heartbeat, is_busy=life == COMPUTES)
-    kept = {name: heartbeat[name] for name in ("step", "phase", "num_steps", "failure", "uses_gpu")}
+    fields = {name: heartbeat[name] for name in ("step", "phase", "num_steps", "failure", "uses_gpu")}
     pid = heartbeat["pid"] if process_state else 0
-    return RankState(rank, idle_s, life, name, place(heartbeat, life, name, is_silent=is_silent), pid, **kept)
+    return RankState(rank, idle_s, life, name, place(heartbeat, life, name, is_silent=is_silent), pid, **fields)
 
 
 def operation(heartbeat: Mapping[str, Any], *, is_busy: bool) -> str:
@@ -228,8 +228,8 @@ def is_debugged(frames: Frames) -> bool:
 def waits_outside(frames: Frames) -> str:
     """Return what outside of the job a rank waits for, by its frames; empty if nothing."""
     # Only the innermost frames, as a whole program may run within asyncio.
-    found = [name for file, _, _ in frames[:4] if (name := os.path.basename(file)) in _OUTSIDE]
-    return f"it waits for the network or another program, in {found[0]} of Python" if found else ""
+    modules = [name for file, _, _ in frames[:4] if (name := os.path.basename(file)) in _OUTSIDE]
+    return f"it waits for the network or another program, in {modules[0]} of Python" if modules else ""
 
 
 def where_of(file: str, line: int) -> str:
@@ -241,8 +241,8 @@ def user_frame(frames: Frames) -> tuple[str, int, str]:
     """Return the innermost frame that is neither of Python nor of an installed package."""
     foreign = (_PACKAGE, _STDLIB, sys.prefix)
     users = [at for at in frames if not (at[0].startswith(foreign) or any(part in at[0] for part in _LIBRARIES))]
-    known = [at for at in frames if at[0].startswith(_KNOWN)]
-    file, line, function = [*users, *known, *frames, ("", 0, "")][0]
+    libraries = [at for at in frames if at[0].startswith(_KNOWN)]
+    file, line, function = [*users, *libraries, *frames, ("", 0, "")][0]
     return file, line, function
 
 
@@ -261,8 +261,8 @@ def place(heartbeat: Mapping[str, Any], life: str, name: str, *, is_silent: bool
         return f"has failed ({heartbeat['failure']}) but still runs, and is in {function} ({where})"
     if name:
         # The program does not know which collective its device, or the engine of torch, is in.
-        known = f": {heartbeat['recorded_call']}" if heartbeat["recorded_call"] and name in (DEVICE, BACKWARD) else ""
-        return f"waits {'for its device' if name == DEVICE else f'in {name}'}{known} ({where})"
-    if any(each[0].endswith("torch/utils/data/dataloader.py") and each[2] == "__next__" for each in frames):
+        call = f": {heartbeat['recorded_call']}" if heartbeat["recorded_call"] and name in (DEVICE, BACKWARD) else ""
+        return f"waits {'for its device' if name == DEVICE else f'in {name}'}{call} ({where})"
+    if any(frame[0].endswith("torch/utils/data/dataloader.py") and frame[2] == "__next__" for frame in frames):
         function = "DataLoader.__next__"
     return f"is in {function} ({where})"

@@ -137,7 +137,7 @@ def add_span(step: StepMarks, phase: str, begin: Moment, end: Moment) -> None:
 
 # --- the figures of one rank ------------------------------------------------------------------------------------------
 
-_FIGURES = frozenset(each.name.removeprefix("rank/") for each in RANK_METRICS)
+_FIGURES = frozenset(metric.name.removeprefix("rank/") for metric in RANK_METRICS)
 
 
 class RankMeans:
@@ -191,7 +191,7 @@ class RankMeans:
             merged = StepLine.merged(new)
             weights = self._num_steps, len(new)
             both = [self._whole, merged.times]
-            self._whole = combine(both, lambda known: fmean(known, weights) if len(known) == 2 else known[0])
+            self._whole = combine(both, lambda values: fmean(values, weights) if len(values) == 2 else values[0])
             self._num_steps += len(new)
             self._values = {**_values_of(merged.times), "slowest_s": merged.slowest_s}
             if lasted_s := sum(line.lasted_s for line in new):
@@ -262,7 +262,7 @@ def end_recoveries() -> None:
 
 def num_recorded() -> int:
     """Return the number of steps done by the records of this process, or by those of the ranks that it has joined."""
-    return max([0 if _joined is None else _joined.step, *(each.num_done() for each in _recorders)])
+    return max([0 if _joined is None else _joined.step, *(recorder.num_done() for recorder in _recorders)])
 
 
 def record_recovery(report: RecoveryReport, place: Place, num_done: int, *, joins: bool) -> None:
@@ -277,13 +277,13 @@ def record_recovery(report: RecoveryReport, place: Place, num_done: int, *, join
         joins: Whether this process took the place of a lost rank; then it is also in a record that is created later.
     """
     global _joined
-    how, _, cause = report.why.partition("\n")
-    text = "; ".join(filter(None, (how, report.text, f"{report.num_bytes:,} bytes copied")))
+    reason, _, cause = report.why.partition("\n")
+    text = "; ".join(filter(None, (reason, report.text, f"{report.num_bytes:,} bytes copied")))
     text = "\n".join(filter(None, (text, cause)))
     event = Event(event="recovery", step=num_done, time=report.lost_at_s, seconds=report.seconds, text=text)
     _joined = event if joins else _joined
-    for each in _recorders:
-        each.go_on(event, place)
+    for recorder in _recorders:
+        recorder.go_on(event, place)
 
 
 class Recorder:
@@ -344,8 +344,8 @@ class Recorder:
         self.sinks: list[MetricsSink] = []
         self._of_lead = log_to, memory, facts
         if run_dir is not None or log_to:
-            known = {"num_steps": run.num_steps, "world_size": place.num_ranks, "device": str(self._device)}
-            self._open(log_to, memory, known | facts() if place.rank == 0 else {})
+            about = {"num_steps": run.num_steps, "world_size": place.num_ranks, "device": str(self._device)}
+            self._open(log_to, memory, about | facts() if place.rank == 0 else {})
         self._queue: deque[StepMarks | Event] = deque(maxlen=_MOST_WAITING)
         self._downsampler = Downsampler()
         self._last: StepMarks | None = None
@@ -393,9 +393,9 @@ class Recorder:
             self.sinks, problem = open_sinks(log_to, info)
         about = {"host": platform.node(), "pid": os.getpid(), "device": self._device_names}
         # The number of the machine by torchrun, as containers may have equal host names.
-        mine = {**about, "node": os.environ.get("GROUP_RANK", "0")}
-        gathered = place.gather([mine, place.name or f"{began_at:.6f}-{os.getpid()}", problem])
-        if problems := [each for *_, each in gathered if each is not None]:
+        own_facts = {**about, "node": os.environ.get("GROUP_RANK", "0")}
+        gathered = place.gather([own_facts, place.name or f"{began_at:.6f}-{os.getpid()}", problem])
+        if problems := [problem for *_, problem in gathered if problem is not None]:
             for sink in self.sinks:
                 sink.close()
             if self._writer is not None:
@@ -408,8 +408,8 @@ class Recorder:
         run = {"run": gathered[0][1], "first_step": self._first_step}  # the name that rank 0 proposes
         self._writer.add({"kind": "start", **run, "rank": place.rank, **about, "time": began_at})
         # Without a group, rank zero knows only itself.
-        known = [each for each, *_ in gathered] + [{} for _ in range(place.num_ranks - len(gathered))]
-        session = {**run, "began_at": began_at, "num_restarts": restarts, "ranks": known}
+        ranks = [rank for rank, *_ in gathered] + [{} for _ in range(place.num_ranks - len(gathered))]
+        session = {**run, "began_at": began_at, "num_restarts": restarts, "ranks": ranks}
         self._session: dict[str, Any] = goes_on or {**session, **record.how_called(), **facts}
         if is_fresh and place.rank == 0:
             keep_rest_aside(folder, place.num_ranks)
@@ -442,7 +442,7 @@ class Recorder:
         Before `start`, and on every rank, in the same order.
         """
         if self.place.rank == 0:
-            self._deliveries = [Delivery(each) for each in (display, *self.sinks) if each is not None]
+            self._deliveries = [Delivery(target) for target in (display, *self.sinks) if target is not None]
         self._meet()
 
     def _meet(self) -> None:
@@ -617,7 +617,7 @@ class Recorder:
     def _others(self) -> list[RankFigures]:
         """Return the last figures of the other ranks, with their age."""
         now_s = time.monotonic()
-        found = []
+        ranks = []
         for rank, note in sorted({} if self.keys is None else self.keys.read().items()):
             try:
                 number, values = note
@@ -627,5 +627,5 @@ class Recorder:
             if rank not in self._seen or number != self._seen[rank][0]:
                 self._seen[rank] = number, now_s
             if figures.rank == rank:
-                found.append(replace(figures, values={**figures.values, "age_s": now_s - self._seen[rank][1]}))
-        return found
+                ranks.append(replace(figures, values={**figures.values, "age_s": now_s - self._seen[rank][1]}))
+        return ranks

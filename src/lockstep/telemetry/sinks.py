@@ -47,14 +47,14 @@ class RunInfo:
 
     def service_id(self, target: str, create: Callable[[], str]) -> str:
         """Return the id of the run in the service of ``target``: of an earlier session, or a new one."""
-        known = {} if self.memory is None else read_object(self.memory / SINK_STATE_FILE)
-        if self.is_fresh or target not in known:
-            known[target] = create()
+        ids = {} if self.memory is None else read_object(self.memory / SINK_STATE_FILE)
+        if self.is_fresh or target not in ids:
+            ids[target] = create()
             if self.memory is not None:
                 with suppress(OSError):  # on a full disk, the sink still works, but the next session starts a new run
                     self.memory.mkdir(parents=True, exist_ok=True)
-                    replace_file(self.memory / SINK_STATE_FILE, json.dumps(known, indent=1))
-        return str(known[target])
+                    replace_file(self.memory / SINK_STATE_FILE, json.dumps(ids, indent=1))
+        return str(ids[target])
 
 
 def run_info(facts: Mapping[str, Any], memory: str | Path | None, first_step: int, *, is_fresh: bool) -> RunInfo:
@@ -280,18 +280,18 @@ class Prometheus(MetricsSink):
         # Of each metric, the labels and the value of each sample.
         samples: dict[figures.Metric, list[tuple[dict[str, str], float | None]]] = {_RUN: [(self._info, 1.0)]}
         if (run := self.last).time:  # read once, as another thread sets it
-            ranks = [({"rank": str(each.rank)}, each) for each in run.ranks]
-            samples[_RANK] = [({**of, "host": str(each.host), "device": str(each.device)}, 1.0) for of, each in ranks]
-            samples |= {each: [({}, each.read(run))] for each in (_UPDATED, *figures.METRICS)}
-            samples |= {each: [(of, each.read(rank)) for of, rank in ranks] for each in figures.RANK_METRICS}
+            ranks = [({"rank": str(rank.rank)}, rank) for rank in run.ranks]
+            samples[_RANK] = [({**of, "host": str(rank.host), "device": str(rank.device)}, 1.0) for of, rank in ranks]
+            samples |= {metric: [({}, metric.read(run))] for metric in (_UPDATED, *figures.METRICS)}
+            samples |= {metric: [(of, metric.read(rank)) for of, rank in ranks] for metric in figures.RANK_METRICS}
             samples[figures.EVALUATION] = [({"metric": name}, value) for name, value in run.evaluation.items()]
             samples[figures.LOGGED] = [({"name": name}, value) for name, value in run.logged.items()]
             samples[figures.EVENT_COUNT] = [({"event": name}, value) for name, value in run.event_counts.items()]
-        for metric, found in samples.items():
+        for metric, values in samples.items():
             name = metric.prometheus
             kind = "counter" if name.endswith("_total") else "gauge"
             family = Metric(name.removesuffix("_total"), metric.meaning, kind)
-            for labels, value in found:
+            for labels, value in values:
                 if value is not None:
                     family.add_sample(name, labels, value * metric.scale)
             yield family
@@ -314,10 +314,10 @@ class WandbRun(MetricsSink):
         run_id = run.service_id(f"wandb:{place}", lambda: os.urandom(4).hex())
         entity, _, name = place.rpartition("/")
         # A resumed run may have other settings, or other machines; and the script may have a run of its own.
-        how = {"resume": "allow", "allow_val_change": True, "reinit": "create_new", "config": dict(run.config)}
+        options = {"resume": "allow", "allow_val_change": True, "reinit": "create_new", "config": dict(run.config)}
         # The launcher merges and keeps the output of the ranks.
-        how["settings"] = wandb.Settings(console="off", silent=True)
-        self._run: Any = wandb.init(entity=entity or None, project=name, id=run_id, **how)
+        options["settings"] = wandb.Settings(console="off", silent=True)
+        self._run: Any = wandb.init(entity=entity or None, project=name, id=run_id, **options)
         seen_at = f"run {run_id}, offline in {self._run.dir}" if self._run.offline else self._run.url
         self.where = f"metrics go to Weights & Biases: {seen_at}"
 
@@ -364,8 +364,8 @@ class MlflowRun(MetricsSink):
 
     def _write(self, step: int, time_s: float, values: Mapping[str, float], event: Event | None = None) -> None:
         if values:
-            found = [self._metric(name, value, int(time_s * 1e3), step) for name, value in values.items()]
-            self._client.log_batch(self._run_id, metrics=found)
+            metrics = [self._metric(name, value, int(time_s * 1e3), step) for name, value in values.items()]
+            self._client.log_batch(self._run_id, metrics=metrics)
 
     def close(self) -> None:
         """End this session of the run; services show whether it has failed."""
@@ -390,7 +390,7 @@ def parse_targets(log_to: str | Sequence[str]) -> tuple[str, ...]:
     for text in map(str.strip, log_to.split(",") if isinstance(log_to, str) else log_to):
         kind, _, place = text.partition(":")
         if kind not in SINKS:
-            forms = ", ".join(each.form for each in SINKS.values())
+            forms = ", ".join(sink.form for sink in SINKS.values())
             raise ConfigurationError(f"log_to={text!r} does not name a known sink.\nGive one of {forms}.")
         if kind == "mlflow" and "@" in place:
             raise ConfigurationError(

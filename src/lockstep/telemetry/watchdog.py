@@ -68,8 +68,8 @@ def judge(ranks: Sequence[RankState], patience_s: float, *, is_strict: bool, see
     # Without --watchdog, the process group's own time-out is the limit of the first step.
     waits_long = any(seen.uses_gpu and seen.operation and seen.idle_s > _FIRST_STEP_S for seen in ranks)
     is_early = not is_strict and not waits_long and not any(seen.num_steps for seen in ranks)
-    found = _verdict_of(ranks, patience_s, is_strict=is_strict, sees_all=sees_all, is_early=is_early)
-    return Verdict.EARLY if is_early and found is Verdict.SUSPECT else found
+    verdict = _verdict_of(ranks, patience_s, is_strict=is_strict, sees_all=sees_all, is_early=is_early)
+    return Verdict.EARLY if is_early and verdict is Verdict.SUSPECT else verdict
 
 
 def _verdict_of(
@@ -167,8 +167,8 @@ def report(ranks: list[RankState], patience_s: float, verdict: Verdict, num_node
     slow = [seen for seen in awaited if seen.life not in ("", ENDED, STOPPED)]
     lines += [f"rank {seen.rank} may only be slow: {seen.life}." for seen in slow]
     if num_seen < num_nodes:
-        known = f"Only {num_seen} of {num_nodes} machines are known here"
-        lines.append(f"{known}; the launchers of the others report their ranks.")
+        sentence = f"Only {num_seen} of {num_nodes} machines are known here"
+        lines.append(f"{sentence}; the launchers of the others report their ranks.")
     elif not awaited:
         lines.append(_explanation(ranks))
     elif not is_suspect and any(seen.life not in (ENDED, STOPPED) for seen in awaited):
@@ -261,16 +261,16 @@ class SharedJudgement:
         return self._latest
 
     def _judge_all(self, seen: Sequence[RankState], now_s: float) -> Judgement | None:
-        found = [seen]
+        machines = [seen]
         for note in self._fresh_notes("ranks", now_s):
             with contextlib.suppress(TypeError):
-                found.append([RankState(**each) for each in note])
-        made = self._judge([each for ranks in found for each in ranks], sum(map(bool, found)))
+                machines.append([RankState(**state) for state in note])
+        made = self._judge([state for ranks in machines for state in ranks], sum(map(bool, machines)))
         self._store.post("judged", [now_s, *made])
         return made
 
     def _exchange(self, seen: Sequence[RankState], now_s: float) -> Judgement | None:
-        self._store.post("ranks", [asdict(each) for each in seen])
+        self._store.post("ranks", [asdict(state) for state in seen])
         for note in self._fresh_notes("judged", now_s):
             with contextlib.suppress(TypeError, ValueError):
                 _, verdict, text, all_wait = note
@@ -306,10 +306,10 @@ def keep_stacks(run_dir: Path, pids: Mapping[int, int]) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="lockstep-hang-"))
     for rank, pid in pids.items():
         # Processes that the rank has forked write to the file of the rank, so they are asked one after the other.
-        for each in set(rank_state.process_tree(pid)):
-            if text := _stacks_of(each, rank_file(run_dir, STACKS, rank)):
+        for proc in set(rank_state.process_tree(pid)):
+            if text := _stacks_of(proc, rank_file(run_dir, STACKS, rank)):
                 with contextlib.suppress(OSError):  # the disk is full: the report matters more
-                    (folder / f"rank-{rank}{f'-process-{each}' * (each != pid)}.txt").write_text(text, errors="replace")
+                    (folder / f"rank-{rank}{f'-process-{proc}' * (proc != pid)}.txt").write_text(text, errors="replace")
     return folder
 
 
@@ -320,15 +320,15 @@ def busy_workers(folder: Path, ranks: Iterable[int]) -> list[str]:
         folder: The folder that `keep_stacks` returned.
         ranks: The ranks whose workers are checked.
     """
-    found = []
+    sentences = []
     for path in sorted(path for rank in ranks for path in folder.glob(f"rank-{rank}-process-*.txt")):
         text, (_, rank, _, pid) = path.read_text(errors="replace"), path.stem.split("-")
         frames = [(file, int(line), function) for file, line, function in _FRAME.findall(text)]
         if text == STOPPED or ("in _worker_loop" in text and not frames[0][0].endswith(_AT_REST)):
             file, line, function = rank_state.user_frame(frames)
             what = f"in {function} ({rank_state.where_of(file, line)})" if frames else "stopped by a signal (SIGSTOP)"
-            found.append(f"process {pid} of rank {rank} is {what}")
-    return found
+            sentences.append(f"process {pid} of rank {rank} is {what}")
+    return sentences
 
 
 def _stacks_of(pid: int, file: Path) -> str:
@@ -409,16 +409,16 @@ class Watchdog:
         """Check all ranks once, and report a new verdict; return whether to continue watching."""
         if not (seen := self._read_ranks()):
             return True
-        pids = {each.rank: each.pid for each in seen if each.pid}
+        pids = {state.rank: state.pid for state in seen if state.pid}
         self.resources.update(pids)
         self._end_failed(seen)
-        is_idle = any(each.idle_s >= self.patience_s / 2 for each in seen)
-        found = (self._shared and self._shared.update(seen, is_idle=is_idle)) or self._judgement(seen, 1)
-        if found.verdict is Verdict.FINE:
-            self._reported = found.verdict
-        elif found.verdict > self._reported and (found.verdict is Verdict.HANGS or self._num_reports < _NUM_REPORTS):
-            self._reported, self._num_reports = found.verdict, self._num_reports + 1
-            return self._report(seen, pids, found)
+        is_idle = any(state.idle_s >= self.patience_s / 2 for state in seen)
+        judged = (self._shared and self._shared.update(seen, is_idle=is_idle)) or self._judgement(seen, 1)
+        if judged.verdict is Verdict.FINE:
+            self._reported = judged.verdict
+        elif judged.verdict > self._reported and (judged.verdict is Verdict.HANGS or self._num_reports < _NUM_REPORTS):
+            self._reported, self._num_reports = judged.verdict, self._num_reports + 1
+            return self._report(seen, pids, judged)
         return True
 
     def _judgement(self, ranks: list[RankState], num_seen: int) -> Judgement:
@@ -427,25 +427,25 @@ class Watchdog:
         text = report(ranks, self.patience_s, verdict, self.num_nodes, num_seen) if verdict else ""
         return Judgement(verdict, text, all(seen.operation for seen in ranks))
 
-    def _report(self, seen: Sequence[RankState], pids: Mapping[int, int], found: Judgement) -> bool:
+    def _report(self, seen: Sequence[RankState], pids: Mapping[int, int], judged: Judgement) -> bool:
         folder = keep_stacks(self.run_dir, pids)
         if self._over.is_set():  # The job has ended meanwhile.
             shutil.rmtree(folder, ignore_errors=True)
             return False
-        awaited = {each.rank: each.pid for each in seen if each.pid and (found.all_wait or not each.operation)}
+        awaited = {state.rank: state.pid for state in seen if state.pid and (judged.all_wait or not state.operation)}
         stacks = f"The Python stacks of {'all' if self.num_nodes == 1 else 'the'} ranks are in {folder}."
         processes = f"Their PIDs: {', '.join(f'{pid} (rank {rank})' for rank, pid in pids.items())}."
-        text = "\n".join([found.text, *busy_workers(folder, awaited), stacks, processes])
-        return self.on_report(text, found.verdict, awaited)
+        text = "\n".join([judged.text, *busy_workers(folder, awaited), stacks, processes])
+        return self.on_report(text, judged.verdict, awaited)
 
     def _end_failed(self, seen: Sequence[RankState]) -> None:
         """Kill ranks that had failed at the last check and still run, if others wait for them.
 
         A rank has failed when its exception has left ``with lockstep.init()`` or the program.
         """
-        failed = {each.pid for each in seen if each.failure and each.pid}
+        failed = {state.pid for state in seen if state.failure and state.pid}
         # With several machines, those that wait may be on others.
-        if self.num_nodes > 1 or any(each.operation for each in seen):
+        if self.num_nodes > 1 or any(state.operation for state in seen):
             for pid in failed & self._failed:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
@@ -453,7 +453,7 @@ class Watchdog:
 
     def _read_ranks(self) -> list[RankState]:
         """Return the state of each rank of this machine."""
-        found = []
+        states = []
         for rank, path in sorted(files_by_rank(self.run_dir, HEARTBEAT).items()):
             if not (heartbeat := read_object(path)):
                 return []  # This rank may be the one that the others wait for; its next heartbeat comes soon.
@@ -464,5 +464,5 @@ class Watchdog:
                 samples.clear()
             else:
                 samples.append(rank_state.sample(heartbeat["pid"], own_bytes=heartbeat["num_bytes"]))
-            found.append(rank_state.state_of(rank, heartbeat, state, rank_state.sign_of_life(samples)))
-        return found
+            states.append(rank_state.state_of(rank, heartbeat, state, rank_state.sign_of_life(samples)))
+        return states

@@ -110,45 +110,45 @@ class Callbacks:
     """The callbacks of a run.
 
     Args:
-        given: In the order in which they are called.
+        callbacks: In the order in which they are called.
     """
 
-    def __init__(self, given: Sequence[object]) -> None:
-        self.given = list(given)
+    def __init__(self, callbacks: Sequence[object]) -> None:
+        self.given = list(callbacks)
 
     def have(self, point: str) -> bool:
         """Return whether one of them has the method ``point``."""
-        return any(getattr(each, point, None) is not None for each in self.given)
+        return any(getattr(callback, point, None) is not None for callback in self.given)
 
     def call(self, point: str, run: RunView) -> None:
         """Call the method ``point`` of each; an error says whose it is."""
-        for each in self.given:
-            method = getattr(each, point, None)
+        for callback in self.given:
+            name, method = type(callback).__name__, getattr(callback, point, None)
             try:
                 if method is not None:
                     method(run)
             except Exception as error:
-                error.add_note(f"{type(each).__name__}.{point} raised it, on rank {run.rank} after step {run.step}.")
+                error.add_note(f"{name}.{point} raised it, on rank {run.rank} after step {run.step}.")
                 raise
 
     def _stateful(self) -> Iterator[tuple[str, Stateful]]:
         """Yield those that have a state by their names, which differ."""
         seen = Counter[str]()
-        for each in self.given:
-            if isinstance(each, Stateful):
-                name = type(each).__name__
+        for callback in self.given:
+            if isinstance(callback, Stateful):
+                name = type(callback).__name__
                 seen[name] += 1
-                yield (name if seen[name] == 1 else f"{name} {seen[name]}"), each
+                yield (name if seen[name] == 1 else f"{name} {seen[name]}"), callback
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each that has one, by name."""
-        return {name: each.state_dict() for name, each in self._stateful()}
+        return {name: callback.state_dict() for name, callback in self._stateful()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the `state_dict` of another run or rank; those that it does not have are left as they are."""
-        for name, each in self._stateful():
+        for name, callback in self._stateful():
             if name in state:
-                each.load_state_dict(state[name])
+                callback.load_state_dict(state[name])
 
 
 @final

@@ -79,8 +79,8 @@ class Inference:
     def of(cls, trainer: Trainer) -> Self:
         """Return that of a trainer at this moment. Collective with fsdp: every rank."""
         plan = trainer.plan
-        how = plan.split, plan.order.batch_size, trainer.loading, trainer.arithmetic, trainer.device, trainer.group
-        return cls(trainer.model, trainer.settings, *how)
+        options = plan.split, plan.order.batch_size, trainer.loading, trainer.arithmetic, trainer.device, trainer.group
+        return cls(trainer.model, trainer.settings, *options)
 
     def run(self, samples: Any, act: Callable[[int, MicroBatch], None]) -> list[BadSample]:
         """Call ``act`` for each batch of this rank, with the number of its part; return what could not be read.
@@ -139,10 +139,10 @@ class Inference:
         else:
             is_exact = self.settings.reproducible is not None
             for share in self.numbers:
-                mine = split.positions(len(samples), share) if is_exact else split.positions_here(len(samples))
+                positions = split.positions(len(samples), share) if is_exact else split.positions_here(len(samples))
                 size = max(1, len(split.positions(self.batch_size, share)) // split.accumulate)
-                for number, start in enumerate(range(0, len(mine), size)):
-                    requests.append(Request(0, number, len(samples), {share: list(mine[start : start + size])}))
+                for number, start in enumerate(range(0, len(positions), size)):
+                    requests.append(Request(0, number, len(samples), {share: list(positions[start : start + size])}))
             batches = load(samples, requests, self.loading, seed=seed)
         for batch in batches:
             # By position, so that a model that uses random numbers in evaluation gets the same on any rank.
@@ -152,9 +152,9 @@ class Inference:
             yield to_device(batch, dict.fromkeys(batch.numbers, self.device))
 
 
-def _one_by_one(order: StreamOrder, stream: Any, split: BatchSplit, how: LoadOptions) -> Iterator[MicroBatch]:
+def _one_by_one(order: StreamOrder, stream: Any, split: BatchSplit, options: LoadOptions) -> Iterator[MicroBatch]:
     """Yield the micro-batches of a stream with one share each, after one without any that has the note."""
-    for micro in order.load(stream, split, how, 0, None):
+    for micro in order.load(stream, split, options, 0, None):
         yield micro._replace(numbers=[], samples=[], batches=[])
         for number, samples, batch in zip(micro.numbers, micro.samples, micro.batches, strict=True):
             yield micro._replace(numbers=[number], samples=[samples], batches=[batch], note=None)
@@ -214,36 +214,36 @@ class Evaluator:
         """
         self.metrics.are_known = True
         with random_state_restored():
-            how = self.inference().alone()
-            is_stream, size = isinstance(self.samples, IterableDataset), how.batch_size
+            inference = self.inference().alone()
+            is_stream, size = isinstance(self.samples, IterableDataset), inference.batch_size
             first = (
                 _First(self.samples, size) if is_stream else Subset(self.samples, range(min(size, len(self.samples))))
             )
-            self._run(how, first, is_trial=True)
+            self._run(inference, first, is_trial=True)
 
-    def _run(self, how: Inference, samples: Any, *, is_trial: bool = False) -> dict[str, float]:
-        sums: dict[int, dict[str, Tensor]] = {number: {} for number in how.numbers}
+    def _run(self, inference: Inference, samples: Any, *, is_trial: bool = False) -> dict[str, float]:
+        sums: dict[int, dict[str, Tensor]] = {number: {} for number in inference.numbers}
 
         def act(number: int, micro: MicroBatch) -> None:
             self.metrics.begin(number, micro.sizes[0])
             part = sums[number]
-            for name, value in self._measure(how, micro).items():
+            for name, value in self._measure(inference, micro).items():
                 part[name] = part[name] + value if name in part else value
 
-        self.skipped[:] = how.run(samples, act)
-        mine = [{name: pair.tolist() for name, pair in part.items()} for part in sums.values()], self.metrics.end()
-        ranks = [mine] if how.group is None else gather_states(mine, group=how.group, device=how.device)
+        self.skipped[:] = inference.run(samples, act)
+        row = [{name: pair.tolist() for name, pair in part.items()} for part in sums.values()], self.metrics.end()
+        ranks = [row] if inference.group is None else gather_states(row, group=inference.group, device=inference.device)
         means = _means([part for parts, _ in ranks for part in parts])
-        return means | self.metrics.compute([each for _, found in ranks for each in found], is_trial=is_trial)
+        return means | self.metrics.compute([states for _, metrics in ranks for states in metrics], is_trial=is_trial)
 
-    def _measure(self, how: Inference, micro: MicroBatch) -> dict[str, Tensor]:
+    def _measure(self, inference: Inference, micro: MicroBatch) -> dict[str, Tensor]:
         """Return total and count of the loss and of each metric; of those of torchmetrics the states are kept."""
         (batch,), (num_samples,) = micro.batches, micro.sizes
-        precision, model = how.settings.precision, how.model
+        precision, model = inference.settings.precision, inference.model
         part = Objective(self.task, precision)(model, batch, num_samples)
 
         def sum_dtype(value: Tensor) -> Tensor:
-            return value.to(how.device, widest_dtype(how.device))
+            return value.to(inference.device, widest_dtype(inference.device))
 
         def pair(total: Tensor, count: Tensor | float) -> Tensor:
             return torch.stack([sum_dtype(torch.as_tensor(item)) for item in (total, count)])
@@ -252,8 +252,8 @@ class Evaluator:
         sums = {"loss": pair(sum_dtype(part.value) * part.weight, part.out_of)}
         if self.task.metrics is None:
             return sums
-        with autocast(precision, how.device):
-            metrics = self.metrics.measure(self.task.metrics, model, batch, how.device)
+        with autocast(precision, inference.device):
+            metrics = self.metrics.measure(self.task.metrics, model, batch, inference.device)
         for name, value in metrics.items():
             if self.metrics.take(name, value):
                 continue
@@ -262,9 +262,9 @@ class Evaluator:
             elif isinstance(value, Tensor) and value.shape == (num_samples,):
                 sums[name] = pair(sum_dtype(value).sum(), num_samples)
             else:
-                found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                kind = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
                 raise ConfigurationError(
-                    f"The metric {name!r} of a batch of {num_samples} samples is a {found}.\n"
+                    f"The metric {name!r} of a batch of {num_samples} samples is a {kind}.\n"
                     f"Return a tensor of shape ({num_samples},), one value for each sample, a Loss(total, count), or a "
                     "metric of torchmetrics that was updated."
                 )
@@ -296,11 +296,11 @@ class _MetricStates:
                 raise
             # They are known only when they are returned. Before that, they are seen where the error was raised.
             seen = [value for frame, _ in traceback.walk_tb(error.__traceback__) for value in frame.f_locals.values()]
-            elsewhere = [each for each in seen if isinstance(each, torchmetrics.Metric) and each.device != device]
+            elsewhere = [value for value in seen if isinstance(value, torchmetrics.Metric) and value.device != device]
             if not elsewhere:
                 raise
-        for each in elsewhere:
-            each.to(device)
+        for metric in elsewhere:
+            metric.to(device)
         return self.measure(function, model, batch, device)
 
     def take(self, name: str, value: Any) -> bool:
@@ -322,7 +322,7 @@ class _MetricStates:
         if self._part is not None:
             # Copied: `reset` empties lists. Tensors it replaces.
             states = {name: metric.metric_state.items() for name, metric in self._metrics.items()}
-            self._kept[self._part] = {name: {key: copy(item) for key, item in each} for name, each in states.items()}
+            self._kept[self._part] = {name: {key: copy(item) for key, item in items} for name, items in states.items()}
         self._part = part
         for name, metric in self._metrics.items():
             metric.reset()
@@ -332,9 +332,9 @@ class _MetricStates:
     def end(self) -> list[tuple[int, dict[str, Any]]]:
         """Reset the metrics; return their states in this rank's parts, on the CPU, each after its number of samples."""
         self.begin(-1)
-        kept, sizes = map_tensors(self._kept, lambda tensor: tensor.detach().cpu()), self._sizes
+        states_of_parts, sizes = map_tensors(self._kept, lambda tensor: tensor.detach().cpu()), self._sizes
         self._kept, self._sizes, self._part = {}, {}, None
-        return [(sizes[part], states) for part, states in sorted(kept.items())]
+        return [(sizes[part], states) for part, states in sorted(states_of_parts.items())]
 
     def compute(self, parts: Sequence[tuple[int, dict[str, Any]]], *, is_trial: bool) -> dict[str, float]:
         """Return the metrics, by name, of the states of all parts in their order; in a trial, those that have enough.
@@ -342,7 +342,7 @@ class _MetricStates:
         Raises:
             ConfigurationError: One is not a single number, or its states cannot be combined.
         """
-        found = {}
+        values = {}
         for name, metric in self._metrics.items():
             states = [(size, part[name]) for size, part in parts if name in part]
             if not metric.metric_state:
@@ -361,8 +361,8 @@ class _MetricStates:
                     f"The metric {name!r} is a {type(metric).__name__} with more than one number.\n"
                     'Choose a mean, such as average="macro", or return one metric for each number.'
                 )
-            found[name] = float(value)
-        return found
+            values[name] = float(value)
+        return values
 
 
 def _combined(metric: Any, parts: Sequence[tuple[int, Mapping[str, Any]]]) -> Any:

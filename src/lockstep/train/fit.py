@@ -85,7 +85,7 @@ class _Keywords(FitSettings):
 
     @property
     def settings(self) -> FitSettings:
-        return FitSettings(**{each.name: getattr(self, each.name) for each in settings_of(FitSettings)})
+        return FitSettings(**{setting.name: getattr(self, setting.name) for setting in settings_of(FitSettings)})
 
 
 class _Weights:
@@ -105,8 +105,9 @@ def _fit_in_rank(task: Task, settings: FitSettings) -> tuple[FitResult, dict[str
     """Train as a rank; return the result, the weights, and the states of the callbacks."""
     weights, callbacks = _Weights(), task.callbacks
     result = fit_with(replace(task, callbacks=[*callbacks, weights]), settings)
-    is_zero = bool(weights.state)
-    return result, weights.state, [each.state_dict() for each in callbacks if is_zero and isinstance(each, Stateful)]
+    # Only rank zero has weights.
+    states = [callback.state_dict() for callback in callbacks if weights.state and isinstance(callback, Stateful)]
+    return result, weights.state, states
 
 
 def _with_keywords_of(
@@ -153,10 +154,10 @@ def fit(task: Task, keywords: _Keywords) -> FitResult:
         RankFailed: A rank that it started raised another error; the message contains its traceback.
     """
     is_rank = RankEnv.from_environ(os.environ).launcher is not Launcher.NONE or is_initialized()
-    given: object = task
-    if not isinstance(given, Task):
-        advice = "Call it: fit(task(...))." if callable(given) else "Pass the task."
-        raise ConfigurationError(f"fit got a {type(given).__name__}, not a lockstep.Task.\n{advice}")
+    argument: object = task
+    if not isinstance(argument, Task):
+        advice = "Call it: fit(task(...))." if callable(argument) else "Pass the task."
+        raise ConfigurationError(f"fit got a {type(argument).__name__}, not a lockstep.Task.\n{advice}")
     check_callbacks(keywords.callbacks)
     task, settings = replace(task, callbacks=[*task.callbacks, *keywords.callbacks]), keywords.settings
     num_ranks = 1 if settings.devices is None else num_devices(settings.devices)
@@ -174,8 +175,8 @@ def fit(task: Task, keywords: _Keywords) -> FitResult:
     if is_on_meta(model):
         model.to_empty(device="cpu")
     load_state_dict(model, None, {"model": weights})
-    for each, state in zip((each for each in task.callbacks if isinstance(each, Stateful)), states, strict=True):
-        each.load_state_dict(state)
+    for callback, state in zip((c for c in task.callbacks if isinstance(c, Stateful)), states, strict=True):
+        callback.load_state_dict(state)
     # The rank ended normally for our launcher, but not for the process that started this one.
     exit_code = exit_code_of(result.stopped, has_launcher=False)
     returned: FitResult = replace(result, exit_code=exit_code, model=model)

@@ -66,8 +66,8 @@ def evaluate(  # noqa: D417 - some arguments share a line
     settings = Settings(
         global_batch_size=global_batch_size, precision=precision, workers=workers, reproducible=reproducible
     )
-    found: dict[str, float] = _on_ranks(_evaluate, (task, settings, _portable(model), best), devices)
-    return found
+    metrics: dict[str, float] = _on_ranks(_evaluate, (task, settings, _portable(model), best), devices)
+    return metrics
 
 
 def predict(  # noqa: D417 - some arguments share a line
@@ -110,8 +110,8 @@ def predict(  # noqa: D417 - some arguments share a line
     settings = Settings(
         global_batch_size=global_batch_size, precision=precision, workers=workers, reproducible=reproducible
     )
-    how = task, dataset, settings, _portable(model), best, forward or _forward
-    return _on_ranks(_predict, how, devices)
+    args = task, dataset, settings, _portable(model), best, forward or _forward
+    return _on_ranks(_predict, args, devices)
 
 
 def _forward(model: nn.Module, batch: Any) -> Any:
@@ -179,8 +179,8 @@ def _load(model: nn.Module, weights: dict[str, Any]) -> None:
 
 
 def _evaluate(task: Task, settings: Settings, weights: dict[str, Any] | str, best: bool) -> dict[str, float]:
-    with _inference(task, settings, weights, best) as (task, how):
-        evaluator = Evaluator(task, lambda: how, build_dataset(task, evaluation=True))
+    with _inference(task, settings, weights, best) as (task, inference):
+        evaluator = Evaluator(task, lambda: inference, build_dataset(task, evaluation=True))
         evaluator.try_out()
         return evaluator.run()
 
@@ -188,20 +188,20 @@ def _evaluate(task: Task, settings: Settings, weights: dict[str, Any] | str, bes
 def _predict(
     task: Task, dataset: Any, settings: Settings, weights: dict[str, Any] | str, best: bool, forward: Forward
 ) -> Any:
-    with _inference(task, settings, weights, best) as (_, how):
-        found: list[Any] = []
+    with _inference(task, settings, weights, best) as (_, inference):
+        outputs: list[Any] = []
 
         def act(_number: int, micro: MicroBatch) -> None:
             (batch,), (num_samples,) = micro.batches, micro.sizes
-            with autocast(settings.precision, how.device):
-                output = forward(how.model, batch)
-            found.append(map_tensors(output, partial(_checked, num_samples)))
+            with autocast(settings.precision, inference.device):
+                output = forward(inference.model, batch)
+            outputs.append(map_tensors(output, partial(_checked, num_samples)))
 
-        how.alone().run([dataset[0]], act)  # so that ranks without samples know what an output is
-        template = map_tensors(found.pop(), lambda tensor: tensor[:0])
-        how.run(dataset, act)
-        mine = [torch.cat(rows) for rows in zip(*map(find_tensors, [template, *found]), strict=True)]
-        ranks = [mine] if how.group is None else gather_states(mine, group=how.group, device=how.device)
+        inference.alone().run([dataset[0]], act)  # so that ranks without samples know what an output is
+        template = map_tensors(outputs.pop(), lambda tensor: tensor[:0])
+        inference.run(dataset, act)
+        row = [torch.cat(batches) for batches in zip(*map(find_tensors, [template, *outputs]), strict=True)]
+        ranks = [row] if inference.group is None else gather_states(row, group=inference.group, device=inference.device)
         rows = map(torch.cat, zip(*ranks, strict=True))
         return map_tensors(template, lambda _: next(rows))
 

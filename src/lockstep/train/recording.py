@@ -218,14 +218,14 @@ class RunRecord:
             self._is_over = True
             self._release(None)
             recorder.finish(waits=True, workers=self._trainer.settings.workers)
-        mine = asdict(recorder.means.whole_run()), asdict(recorder.sampler.used)
-        gathered, used = zip(*self._place.gather(mine), strict=True)
+        measured = asdict(recorder.means.whole_run()), asdict(recorder.sampler.used)
+        gathered, used = zip(*self._place.gather(measured), strict=True)
         done = recorder.means.num_done
-        ranks = figures.with_waits(figures.RankFigures(**each) for each in gathered)
+        ranks = figures.with_waits(figures.RankFigures(**rank) for rank in gathered)
         whole = figures.Snapshot(step=done, num_steps=done, ranks=ranks, world_size=self._num_ranks)
         # A rank that came late has the device of one that was lost.
-        device_s = max(each["device_s"] for each in used)
-        total = sum((Usage(device_s, each["energy_j"]) for each in used), Usage())
+        device_s = max(usage["device_s"] for usage in used)
+        total = sum((Usage(device_s, usage["energy_j"]) for usage in used), Usage())
         used_text = f"used {total.text(Price.read(self._settings.price))}"
         return "\n".join(filter(None, (summary(whole), used_text))) if self._world.is_rank_zero else None
 
@@ -253,13 +253,13 @@ def _facts(task: Task, settings: FitSettings, world: World, trainer: Trainer) ->
     path = None
     with suppress(OSError, TypeError):
         path = Path(inspect.getfile(task.loss))
-    given = asdict(settings).items()
+    values = asdict(settings).items()
     parameters = [parameter for group in trainer.optimizer.param_groups for parameter in group["params"]]
     return {
         "task": task.name,
         "counts": task.counts,
         "parameters": dict(task.parameters),
-        "settings": {name: str(value) if isinstance(value, Path) else value for name, value in given},
+        "settings": {name: str(value) if isinstance(value, Path) else value for name, value in values},
         "global_batch_size": trainer.plan.order.batch_size,
         "steps_per_epoch": trainer.plan.order.steps_per_epoch,
         "num_parameters": sum(parameter.numel() for parameter in parameters),
@@ -271,9 +271,9 @@ def _facts(task: Task, settings: FitSettings, world: World, trainer: Trainer) ->
 
 
 def _times_of(step: StepMarks) -> StepTimes:
-    found = step.times()
-    if found.exposed_s is not None:
-        return found
+    times = step.times()
+    if times.exposed_s is not None:
+        return times
     # If work and waiting in forward and backward cannot be separated, none of it counts as work.
-    own_s = found.part("data_wait") + found.part("optimizer") + found.part("core_wait")
-    return replace(found, forward_s=None, backward_s=None, exposed_s=found.total_s - own_s)
+    own_s = times.part("data_wait") + times.part("optimizer") + times.part("core_wait")
+    return replace(times, forward_s=None, backward_s=None, exposed_s=times.total_s - own_s)

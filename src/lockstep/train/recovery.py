@@ -154,17 +154,17 @@ class Recovery:
         **parts: Stateful,
     ) -> None:
         check_parts(parts)
-        own = [part for part in parts.values() if isinstance(part, LocalSGD)]
+        averagings = [part for part in parts.values() if isinstance(part, LocalSGD)]
         # If ranks train alone between exchanges, each exchange is an attempt, and steps are not done again.
-        averaging = own[0] if own else exchanging
+        averaging = averagings[0] if averagings else exchanging
         self._world, self._parts = world, parts
         self._connected = {name: part for name, part in parts.items() if isinstance(part, Connected)}
-        self._engines: list[Connected | LocalSGD] = [*self._connected.values(), *own]
+        self._engines: list[Connected | LocalSGD] = [*self._connected.values(), *averagings]
         self.step, self._has_state = step, not world.is_late
-        self._doing = doing or (lambda: f"{'exchange' if own else 'step'} {self.step + 1}")
+        self._doing = doing or (lambda: f"{'exchange' if averagings else 'step'} {self.step + 1}")
         self.on_rejoined: Callable[[], None] | None = None
         modules = [module for part in self._connected.values() for module in part.modules_to_restore()]
-        self._buffers = [each for module in modules if (each := BufferSnapshot(module)).names]
+        self._buffers = [snapshot for module in modules if (snapshot := BufferSnapshot(module)).names]
         self._kept: list[BufferSnapshot | Connected] = [*self._buffers, *self._connected.values()]
         # After the newest update: the buffers of all ranks are those of rank zero as long as none has changed.
         self._sent: list[int] | None = None
@@ -188,7 +188,7 @@ class Recovery:
                 averaging.attempt, averaging.before_update = self.attempt, self.before_update
             if not self._has_state:
                 self._rejoin()
-            for part in own:
+            for part in averagings:
                 part.exchange()  # the one that the others are in
 
     @property
@@ -216,8 +216,8 @@ class Recovery:
         if self._membership is not None:
             self._membership.arrive(self.step)
             self._counts = [activity.now.num_steps, num_recorded()]
-            for kept in self._kept:
-                kept.keep()
+            for snapshot in self._kept:
+                snapshot.keep()
         watching = contextlib.nullcontext() if self._changes is None else self._changes.block(self._before_step)
         try:
             with watching:
@@ -230,8 +230,8 @@ class Recovery:
                 raise
             error.__traceback__ = None  # its frames hold tensors
             self._has_state &= self._changes is None or self._changes.undo()
-            for kept in self._kept:
-                kept.restore()
+            for snapshot in self._kept:
+                snapshot.restore()
             # Kept until the recovery is complete: another rank may be lost when the engines are connected again.
             self._plans = {name: part.agreed_plan() for name, part in self._connected.items()}
             self._rejoin()
@@ -274,7 +274,7 @@ class Recovery:
         self.before_update()
 
     def _current_buffers(self) -> list[Tensor]:
-        return [buffer for each in self._buffers for buffer in each.current()]
+        return [buffer for snapshot in self._buffers for buffer in snapshot.current()]
 
     # --- the recovery -------------------------------------------------------------------------------------------------
 
@@ -283,9 +283,9 @@ class Recovery:
         assert self._membership is not None
         while True:
             try:
-                found = self._membership.rejoin()
+                generation = self._membership.rejoin()
                 with activity.waiting("Recovery"):
-                    self._share(found)
+                    self._share(generation)
                 if self.on_rejoined is not None:
                     self.on_rejoined()
                 return
@@ -294,7 +294,7 @@ class Recovery:
                 if not self._is_of_lost_rank(error):
                     raise
 
-    def _share(self, found: Generation) -> None:
+    def _share(self, generation: Generation) -> None:
         """Connect the engines, and copy the state to those that lack it. Collective: every rank. Blocks."""
         world = self._world
         for engine in self._engines:
@@ -310,14 +310,14 @@ class Recovery:
         if self._changes is not None:
             self._refuse_difference("same" if all(row[3] for row in rows if row[0]) else "healed")
             self._changes.refuse_unlisted(world)
-        self._report(found, source, lacking, num_bytes, num_done, joins=joins)
+        self._report(generation, source, lacking, num_bytes, num_done, joins=joins)
 
     def _compare(self) -> tuple[list[list[Any]], int, list[int]]:
         """Return what each rank holds, the first rank that is most ahead, and those that lack its state. Collective."""
         world = self._world
         settled = self._sent == [*map(version_of, self._current_buffers())]
-        mine = [self._has_state, self.step, self._counts, settled]
-        rows = all_gather_object(mine, group=world.group, device=world.device)
+        row_of_rank = [self._has_state, self.step, self._counts, settled]
+        rows = all_gather_object(row_of_rank, group=world.group, device=world.device)
         self.refuse_cut()
         most = max((step for has_state, step, *_ in rows if has_state), default=None)
         if most is None:
@@ -349,11 +349,11 @@ class Recovery:
         return num_bytes
 
     def _report(
-        self, found: Generation, source: int, lacking: list[int], num_bytes: int, num_done: int, *, joins: bool
+        self, generation: Generation, source: int, lacking: list[int], num_bytes: int, num_done: int, *, joins: bool
     ) -> None:
         """Report the recovery to the launcher and in the record. Collective: every rank."""
         world, group = self._world, self._world.group
-        lost_at_s = found.lost_at_ns / 1e9
+        lost_at_s = generation.lost_at_ns / 1e9
         seconds = time.time() - lost_at_s
         # Without a rank that was replaced, there are fewer ranks than before.
         met = f"{world.world_size} {'ranks have' if world.world_size > 1 else 'rank has'} met after {seconds:.1f} s"
@@ -362,12 +362,12 @@ class Recovery:
             met = f"{activity.format_ranks(lacking)} {are} back after {seconds:.1f} s with the state of rank {source}"
         text = f"{met}; {self._doing()} is done again"
         # Until all have the state, none may change its own.
-        report = RecoveryReport(found.number, text, num_bytes, found.why, lost_at_s, seconds)
+        report = RecoveryReport(generation.number, text, num_bytes, generation.why, lost_at_s, seconds)
         reports = all_gather_object(asdict(report), group=group, device=world.device)
         # Only the launcher of the machine of a lost rank knows why.
-        known = [each["why"].partition("\n") for each in reports if each["why"]]
-        causes = filter(None, dict.fromkeys(cause for _, _, cause in known))
-        why = "\n".join(["; ".join(dict.fromkeys(how for how, _, _ in known)), *causes])
+        reasons = [report["why"].partition("\n") for report in reports if report["why"]]
+        causes = filter(None, dict.fromkeys(cause for _, _, cause in reasons))
+        why = "\n".join(["; ".join(dict.fromkeys(reason for reason, _, _ in reasons)), *causes])
         report = RecoveryReport(**reports[source] | {"why": why})
         if world.local_rank == 0:  # the launcher of each machine keeps account of its ranks
             report.write(launcher_folder())
@@ -404,8 +404,8 @@ class Changes:
     def __init__(self, parts: Mapping[str, Stateful]) -> None:
         self._modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
         self._optimizers = {name: part for name, part in parts.items() if isinstance(part, Optimizer)}
-        known = self._modules.keys() | self._optimizers.keys()
-        self._others = [part for name, part in parts.items() if name not in known]
+        named = self._modules.keys() | self._optimizers.keys()
+        self._others = [part for name, part in parts.items() if name not in named]
         self._buffers = [BufferSnapshot(part) for part in self._modules.values() if not isinstance(part, Connected)]
         self._tensors: list[Tensor] = []
         # Whether each block begins with a copy of parameters and optimizer state; of the first block, a checksum.
@@ -425,7 +425,7 @@ class Changes:
             nonlocal num_updates, num_calls_before, is_stepping
             if is_stepping:  # by means of another optimizer or of its base class, or with a closure once more
                 return before_step(False)
-            if all(optimizer is not each for each in self._optimizers.values()):
+            if all(optimizer is not part for part in self._optimizers.values()):
                 raise ConfigurationError(
                     f"{type(optimizer).__name__}.step() was called in a block of lockstep.Recovery, which has no such "
                     "part: a rank that takes the place of a lost one would begin with another state.\n"
@@ -456,14 +456,14 @@ class Changes:
 
     def _begin(self) -> None:
         if not self._tensors:
-            groups = [group["params"] for each in self._optimizers.values() for group in each.param_groups]
-            found = itertools.chain(*(module.parameters() for module in self._modules.values()), *groups)
-            self._tensors = list(dict.fromkeys(found))
+            groups = [group["params"] for optimizer in self._optimizers.values() for group in optimizer.param_groups]
+            parameters = itertools.chain(*(module.parameters() for module in self._modules.values()), *groups)
+            self._tensors = list(dict.fromkeys(parameters))
             self._checksum = checksum(self._tensors)
         self._gradient = self._newest_gradient()
         self._accumulates &= self._gradient is not None
         self._versions = [*map(version_of, self._tensors)]
-        self._options = [copy.deepcopy(options_of(each.param_groups)) for each in self._optimizers.values()]
+        self._options = [copy.deepcopy(options_of(optimizer.param_groups)) for optimizer in self._optimizers.values()]
         states = [part.state_dict() for part in self._others]
         self._states = copy.deepcopy(map_tensors(states, Tensor.detach))  # a running loss may have a graph
         self._values = None
@@ -471,11 +471,11 @@ class Changes:
             buffers.keep()
         if self._copies:
             self._values = [tensor.detach().clone() for tensor in self._tensors]
-            self._optimizer_states = copy.deepcopy([each.state_dict() for each in self._optimizers.values()])
+            self._optimizer_states = copy.deepcopy([optimizer.state_dict() for optimizer in self._optimizers.values()])
 
     def _newest_gradient(self) -> tuple[int, int] | None:
         """Return what identifies the gradient of the last parameter with one, and its value."""
-        gradient = next((each.grad for each in reversed(self._tensors) if each.grad is not None), None)
+        gradient = next((tensor.grad for tensor in reversed(self._tensors) if tensor.grad is not None), None)
         return None if gradient is None else (id(gradient), version_of(gradient))
 
     @torch.no_grad()
@@ -488,8 +488,8 @@ class Changes:
             for optimizer, state in zip(self._optimizers.values(), self._optimizer_states, strict=True):
                 optimizer.load_state_dict(state)
         for optimizer, options in zip(self._optimizers.values(), self._options, strict=True):
-            for group, kept in zip(optimizer.param_groups, options, strict=True):
-                group.update(kept)
+            for group, values in zip(optimizer.param_groups, options, strict=True):
+                group.update(values)
         for buffers in self._buffers:
             buffers.restore()
         for part, state in zip(self._others, self._states, strict=True):
@@ -501,16 +501,16 @@ class Changes:
 
     def replica(self, buffers: Buffers) -> Replica:
         """Return what is the same on all ranks between two blocks, by name; ``buffers``: of wrapped models."""
-        found: dict[str, Tensor] = {}
+        tensors_of_parts: dict[str, Tensor] = {}
         for name, module in self._modules.items():
             ignore = module.parameters_to_ignore if isinstance(module, DistributedDataParallel) else ()
             kind = buffers if isinstance(module, Connected) else "own"
-            tensors = replica_of(module, buffers=kind, ignore=[f"module.{each}" for each in ignore])
-            found |= {f"{key} of {name}": value for key, value in tensors.items()}
+            tensors = replica_of(module, buffers=kind, ignore=[f"module.{key}" for key in ignore])
+            tensors_of_parts |= {f"{key} of {name}": value for key, value in tensors.items()}
         for name, optimizer in self._optimizers.items():
             tensors = replica_of(nn.Module(), optimizer, buffers="same")
-            found |= {f"{key} ({name})": value for key, value in tensors.items()}
-        return found
+            tensors_of_parts |= {f"{key} ({name})": value for key, value in tensors.items()}
+        return tensors_of_parts
 
     def refuse_unlisted(self, world: World) -> None:
         """Refuse schedulers and the like that are no parts, and differ between ranks. Collective: every rank.
@@ -519,16 +519,16 @@ class Changes:
             ConfigurationError: There is one.
         """
         modules = itertools.chain(*(module.modules() for module in self._modules.values()))
-        known = {*map(id, self._others), *map(id, modules)}
-        mine: dict[str, list[str]] = {}
-        for each in gc.get_objects():
-            if issubclass(type(each), (LRScheduler, GradScaler, AveragedModel)) and id(each) not in known:
-                mine.setdefault(type(each).__name__, []).append(_digest(each.state_dict()))
-        states = {kind: sorted(found) for kind, found in mine.items()}
+        listed = {*map(id, self._others), *map(id, modules)}
+        digests: dict[str, list[str]] = {}
+        for item in gc.get_objects():
+            if issubclass(type(item), (LRScheduler, GradScaler, AveragedModel)) and id(item) not in listed:
+                digests.setdefault(type(item).__name__, []).append(_digest(item.state_dict()))
+        states = {kind: sorted(values) for kind, values in digests.items()}
         ranks = all_gather_object(states, group=world.group, device=world.device)
         for kind in sorted(set().union(*ranks)):
-            found = [each.get(kind, []) for each in ranks]
-            if len({len(each) for each in found}) == 1 and any(each != found[0] for each in found):
+            rows = [states.get(kind, []) for states in ranks]
+            if len({len(row) for row in rows}) == 1 and any(row != rows[0] for row in rows):
                 raise ConfigurationError(
                     f"{kind} has another state on the rank that takes the place of a lost one: it is no part of "
                     "lockstep.Recovery.\nGive it to lockstep.Recovery, by a name."
@@ -571,10 +571,10 @@ def exchange_state(
     structure = map_tensors(state, take_out) if is_source else None
     data = pickle.dumps((structure, [tensor.is_cpu for tensor in tensors]))
     size = torch.tensor([len(data)], device=carrier)
-    _move(size, source, to, group)
+    _send_or_receive(size, source, to, group)
     refuse_cut()
     message = torch.frombuffer(bytearray(data if is_source else int(size)), dtype=torch.uint8).to(carrier)
-    _move(message, source, to, group)
+    _send_or_receive(message, source, to, group)
     refuse_cut()
     received: dict[str, Any] = {}
     if not is_source:
@@ -583,14 +583,14 @@ def exchange_state(
     for tensor in tensors:
         for part in tensor.reshape(-1).view(torch.uint8).split(_CHUNK_BYTES):
             moved = part.to(carrier).contiguous()
-            _move(moved, source, to, group)
+            _send_or_receive(moved, source, to, group)
             if not is_source and moved.data_ptr() != part.data_ptr():
                 part.copy_(moved)
     refuse_cut()
     return received, len(message) + sum(tensor.nbytes for tensor in tensors)
 
 
-def _move(tensor: Tensor, source: int, to: int, group: Group) -> None:
+def _send_or_receive(tensor: Tensor, source: int, to: int, group: Group) -> None:
     if not tensor.numel():
         return
     work = group.send([tensor], to, 0) if group.rank() == source else group.recv([tensor], source, 0)

@@ -180,7 +180,7 @@ class Run:
         """Check that all ranks have the same data, and try the evaluation, if there is one. Collective: every rank."""
         task, trainer, seed = self._task, self.trainer, self._settings.seed
         # Each rank computes the order of samples from its own length: with another length the batches would differ.
-        check = functools.partial(check_same_data, how=trainer.loading, group=trainer.group, device=trainer.device)
+        check = functools.partial(check_same_data, options=trainer.loading, group=trainer.group, device=trainer.device)
         check(trainer.samples, "Task.dataset", seed=seed, epochs=having_epochs(trainer.samples))
         if task.eval_dataset is None:
             return None
@@ -392,7 +392,7 @@ class Run:
         self._asked = {}
         is_measured = self._evaluator is None or (bool(self._evaluations) and self._evaluations[-1].step == done)
         wanted = ["evaluate"] * ("stop" in verbs and not is_measured) + ["save"] * bool(verbs)
-        self._due += [each for each in wanted if each not in self._due]
+        self._due += [action for action in wanted if action not in self._due]
 
     def log(self, name: str, value: float | Tensor) -> None:
         """Record a number for a callback; see `RunView.log`."""
@@ -402,11 +402,11 @@ class Run:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the ranks know together and the trainer has not; see `Recovery`."""
-        trainer, own = self.trainer, {name: getattr(self, name) for name in _OF_RUN}
+        trainer, of_run = self.trainer, {name: getattr(self, name) for name in _OF_RUN}
         lists = [trainer.nonfinite.found, trainer.bad_samples.skipped]
         seconds = time.perf_counter() - self._started_at
         done = {"throughput": self._throughput.state(), "callbacks": self._callbacks.state_dict()}
-        return {"own": own, "lists": lists, "seconds": seconds, **done}
+        return {"own": of_run, "lists": lists, "seconds": seconds, **done}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Use the `state_dict` of another rank."""
@@ -461,20 +461,20 @@ class Run:
         self._settle()
         activity.now.phase = "evaluation"
         with self.trainer.averaged():
-            found = Evaluation(self.num_steps_done, self._evaluator.run())
-        self._evaluations.append(found)
-        self.trainer.note_evaluation(found.metrics["loss"])
-        score = self._monitor.score(found.metrics)
-        known = self._best is not None and self._monitor.name in self._best.metrics  # else of another metric
-        if self._best is None or not known or score < self._monitor.score(self._best.metrics):
-            self._best, self.has_new_best = found, bool(self._settings.keep_best)
-        text = f"evaluation: {'  '.join(f'{name} {value:.4f}' for name, value in found.metrics.items())}"
+            evaluation = Evaluation(self.num_steps_done, self._evaluator.run())
+        self._evaluations.append(evaluation)
+        self.trainer.note_evaluation(evaluation.metrics["loss"])
+        score = self._monitor.score(evaluation.metrics)
+        is_comparable = self._best is not None and self._monitor.name in self._best.metrics  # else of another metric
+        if self._best is None or not is_comparable or score < self._monitor.score(self._best.metrics):
+            self._best, self.has_new_best = evaluation, bool(self._settings.keep_best)
+        text = f"evaluation: {'  '.join(f'{name} {value:.4f}' for name, value in evaluation.metrics.items())}"
         if self._evaluator.skipped:
             text += f"  without {len(self._evaluator.skipped)} that cannot be read"
         per_epoch = self.trainer.plan.order.steps_per_epoch
-        epoch = "" if per_epoch is None else f"epoch {found.step / per_epoch:.1f}  "
-        self._display.log(f"{epoch}step {found.step}/{self.num_steps}  {text}")
-        self._record.event("evaluation", text, found.metrics)
+        epoch = "" if per_epoch is None else f"epoch {evaluation.step / per_epoch:.1f}  "
+        self._display.log(f"{epoch}step {evaluation.step}/{self.num_steps}  {text}")
+        self._record.event("evaluation", text, evaluation.metrics)
 
     def save(self, *, owes_evaluation: bool = False) -> None:
         """Start to write a checkpoint, if there is a folder and the same state has not been saved.
@@ -639,9 +639,9 @@ class Run:
             if number < _NUM_NAMED:
                 self._display.log(f"step {bad.step + 1}  skipped {bad.name}")
             self._record.event("skipped", f"step {bad.step + 1}: sample left out: {bad.name}")
-        for found in not_finite[self._num_not_finite :]:
-            self._display.log(f"step {found.step + 1}  skipped  {found.headline}")
-            self._record.event("skipped", f"step {found.step + 1}: skipped: {found.headline}")
+        for problem in not_finite[self._num_not_finite :]:
+            self._display.log(f"step {problem.step + 1}  skipped  {problem.headline}")
+            self._record.event("skipped", f"step {problem.step + 1}: skipped: {problem.headline}")
         self._num_caveats, self._num_skipped, self._num_not_finite = len(trainer.caveats), len(skipped), len(not_finite)
 
     def _settle(self) -> None:

@@ -111,16 +111,17 @@ class Setting:
 def settings_of(cls: type) -> tuple[Setting, ...]:
     """Return the settings of the dataclass ``cls``, in the order of its fields."""
     hints = get_type_hints(cls)
-    found = []
-    for declared in (each for each in fields(cls) if each.metadata):  # `fit` has keywords that are no settings
+    settings = []
+    # `fit` has keywords that are no settings.
+    for declared in (declared for declared in fields(cls) if declared.metadata):
         hint = hints[declared.name]
         members = set(get_args(hint) if get_origin(hint) in (Union, types.UnionType) else [hint])
         kinds = members - {type(None)}
-        choices = [choice for each in kinds if get_origin(each) is Literal for choice in get_args(each)]
+        choices = [choice for type_ in kinds if get_origin(type_) is Literal for choice in get_args(type_)]
         kind = next((kind for kind, (types_of, *_) in _KINDS.items() if types_of == kinds), "choice")
         optional = kinds != members
-        found.append(Setting(declared.name, kind, optional, tuple(choices), declared.default, **declared.metadata))
-    return tuple(found)
+        settings.append(Setting(declared.name, kind, optional, tuple(choices), declared.default, **declared.metadata))
+    return tuple(settings)
 
 
 @dataclass(frozen=True)
@@ -190,8 +191,8 @@ _SAMPLER = (
 _FIELDS_OF_TASK = {"model", "dataset", "loss", "optimizer", "eval_dataset", "metrics", "collate", "ema"}
 
 
-def suggest(name: str, known: Mapping[str, str]) -> str:
-    """Return a sentence about an unknown ``name``: what was probably meant, of the ``known`` names as they are shown.
+def suggest(name: str, shown: Mapping[str, str]) -> str:
+    """Return a sentence about an unknown ``name``: what was probably meant, of the names in ``shown``, as shown there.
 
     It is empty if there is nothing like it.
     """
@@ -199,13 +200,13 @@ def suggest(name: str, known: Mapping[str, str]) -> str:
     meant = _FOREIGN.get(plain, plain)
     if "sampler" in plain:
         return _SAMPLER
-    if meant in known:
-        return f"Did you mean {known[meant]}?"
+    if meant in shown:
+        return f"Did you mean {shown[meant]}?"
     if meant in _FIELDS_OF_TASK:
         return f"It is in the task: lockstep.Task({meant}=...)."
-    if near := difflib.get_close_matches(plain, known, n=1):
-        return f"Did you mean {known[near[0]]}?"
-    is_setting = any(meant == each.name for each in settings_of(FitSettings))
+    if near := difflib.get_close_matches(plain, shown, n=1):
+        return f"Did you mean {shown[near[0]]}?"
+    is_setting = any(meant == setting.name for setting in settings_of(FitSettings))
     return f"It is a setting of the run: lockstep.fit(task, {meant}=...)." if is_setting else ""
 
 
@@ -216,12 +217,12 @@ def refusing_unknown(noun: str) -> Callable[[type[T]], type[T]]:
         make: Callable[..., None] = cls.__init__
 
         @wraps(make)
-        def checked(self: T, *args: Any, **given: Any) -> None:
-            known = {each.name: each.name for each in fields(cls)}  # type: ignore[arg-type]
-            if unknown := [name for name in given if name not in known]:
-                hint = suggest(unknown[0], known) or f"There are {', '.join(known)}."
+        def checked(self: T, *args: Any, **values: Any) -> None:
+            names = {field.name: field.name for field in fields(cls)}  # type: ignore[arg-type]
+            if unknown := [name for name in values if name not in names]:
+                hint = suggest(unknown[0], names) or f"There are {', '.join(names)}."
                 raise ConfigurationError(f"unknown {noun} {unknown[0]!r}.\n{hint}")
-            make(self, *args, **given)
+            make(self, *args, **values)
 
         cls.__init__ = checked  # type: ignore[assignment, method-assign]
         return cls
@@ -291,22 +292,22 @@ def check_engine(name: StrategyName, settings: Settings) -> None:
             )
 
 
-def refuse_ignored(given: Mapping[str, Any]) -> None:
-    """Refuse what is given, but would have no effect.
+def refuse_ignored(values: Mapping[str, Any]) -> None:
+    """Refuse settings that would have no effect.
 
     Args:
-        given: Values by name: settings, and whatever else they may need. A need of which nothing is named here is not
+        values: By name: settings, and whatever else they may need. A need of which nothing is named here is not
             checked.
 
     Raises:
         ConfigurationError: There is such a setting; says what it needs.
     """
-    for needed, names, how in _NEEDS:
-        one_of = given.keys() & needed.split()
-        if one_of and not any(_is_on(given[name]) for name in one_of):
+    for needed, names, advice in _NEEDS:
+        one_of = values.keys() & needed.split()
+        if one_of and not any(_is_on(values[name]) for name in one_of):
             for name in names.split():
-                if _is_on(given.get(name)):
-                    raise ConfigurationError(f"{name} needs {needed}.\nAdd {how}, or omit {name}.")
+                if _is_on(values.get(name)):
+                    raise ConfigurationError(f"{name} needs {needed}.\nAdd {advice}, or omit {name}.")
 
 
 def _is_on(value: object) -> bool:
@@ -316,8 +317,8 @@ def _is_on(value: object) -> bool:
 def _is_given(settings: object, spec: str) -> bool:
     """Return whether a setting differs from its default; with ``NAME=VALUE``, whether it has that value."""
     name, _, value = spec.partition("=")
-    given = vars(settings).get(name)  # not every class has every setting
-    return bool(given == value if value else given is not None and given != getattr(type(settings), name))
+    setting = vars(settings).get(name)  # not every class has every setting
+    return bool(setting == value if value else setting is not None and setting != getattr(type(settings), name))
 
 
 # --- every setting of a training run --------------------------------------------------------------------------------
@@ -378,8 +379,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         cls: type = type(self)  # may be a subclass
-        for each in settings_of(cls):
-            each.check(getattr(self, each.name))
+        for setting in settings_of(cls):
+            setting.check(getattr(self, setting.name))
         if self.shares is not None:
             object.__setattr__(self, "shares", tuple(self.shares))  # immutable
         if self.compression is not None:
@@ -475,8 +476,8 @@ class LaunchSettings:
     log_dir: FilePath | None = setting(None, "Folder for the output of each rank, as rank-N.log.", "DIR")
 
     def __post_init__(self) -> None:
-        for each in settings_of(LaunchSettings):
-            each.check(getattr(self, each.name))
+        for setting in settings_of(LaunchSettings):
+            setting.check(getattr(self, setting.name))
         # Without a time for the watchdog, it has one.
         refuse_ignored(vars(self) | {"watchdog": self.watchdog is None or self.watchdog})
 
@@ -507,25 +508,25 @@ def read_settings(path: FilePath) -> dict[str, Any]:
     except ValueError as error:  # invalid TOML, with the line number, or invalid UTF-8
         advice = 'Write one setting per line, such as workers = 2 or strategy = "ddp".'
         raise ConfigurationError(f"{path} is not a file of settings: {error}.\n{advice}") from None
-    known = {each.name: each for each in settings_of(FitSettings)}
+    valid = {setting.name: setting for setting in settings_of(FitSettings)}
     for name, value in values.items():
-        if name not in known:
-            hint = suggest(name, dict(zip(known, known, strict=True))) or "lockstep train --help-all lists them all."
+        if name not in valid:
+            hint = suggest(name, dict(zip(valid, valid, strict=True))) or "lockstep train --help-all lists them all."
             raise ConfigurationError(f"{path}: unknown setting {name!r}.\n{hint}")
         try:
-            known[name].check(value)
+            valid[name].check(value)
         except ConfigurationError as error:
             raise ConfigurationError(f"{path}: {error}") from None
     return values
 
 
-def merge_settings(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``values`` of a file, overridden by those ``given`` elsewhere."""
-    rivals = {_EXCLUSIVE[name] for name in given if name in _EXCLUSIVE}
+def merge_settings(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ``values`` of a file, overridden by ``overrides``."""
+    rivals = {_EXCLUSIVE[name] for name in overrides if name in _EXCLUSIVE}
     for needed, names, _ in _NEEDS:  # what would be ignored without something that was switched off
-        if any(name in given and not _is_on(given[name]) for name in needed.split()):
+        if any(name in overrides and not _is_on(overrides[name]) for name in needed.split()):
             rivals.update(names.split())
-    return {name: value for name, value in values.items() if name not in rivals} | dict(given)
+    return {name: value for name, value in values.items() if name not in rivals} | dict(overrides)
 
 
 def toml_line(name: str, value: object) -> str:

@@ -109,11 +109,11 @@ class BadSamples:
             return
         # On CPUs this happens before the parameters are updated. On a device it happens in the next step, so that the
         # host does not wait; the parameters of a run that stops here are not used.
-        mine = [list(sample) for sample in self.pending if sample.step <= last_step]
+        due = [list(sample) for sample in self.pending if sample.step <= last_step]
         later = [sample for sample in self.pending if sample.step > last_step]
-        ranks = all_gather_object(mine, group=self.group, device=self.device)
+        ranks = all_gather_object(due, group=self.group, device=self.device)
         # JSON turns tuples into lists, which are not hashable.
-        self._take([[BadSample(*each)._replace(others=tuple(each[-1])) for each in samples] for samples in ranks])
+        self._take([[BadSample(*sample)._replace(others=tuple(sample[-1])) for sample in samples] for samples in ranks])
         self.pending = later
 
     def _take(self, ranks: Sequence[Sequence[BadSample]]) -> None:
@@ -367,7 +367,7 @@ class NonFiniteGuard:
 
     def _check_number(self, step: int) -> None:
         steps = [bad.step for bad in self.found]
-        recent = sum(step - _LAST < each for each in steps)
+        recent = sum(step - _LAST < bad_step for bad_step in steps)
         if steps[-_MOST_IN_A_ROW - 1 :] == list(range(step - _MOST_IN_A_ROW, step + 1)):
             number = f"{_MOST_IN_A_ROW + 1} steps in a row"
         elif recent > _MOST_OF_LAST:
@@ -441,16 +441,16 @@ def _first_not_finite(model: nn.Module, *, in_values: bool = False) -> str | Non
 def _watching_outputs(model: nn.Module) -> Iterator[list[str]]:
     """Within the block, collect the modules of ``model`` whose outputs are not finite, in the order of computation."""
     names = {id(module): f"{name} ({own_class(module).__name__})" for name, module in model.named_modules() if name}
-    found: list[str] = []
+    modules: list[str] = []
 
     def check(module: nn.Module, _inputs: Any, output: Any) -> None:
         name = names.get(id(module))
         if name is not None and not are_finite(find_tensors(output)):
-            found.append(name)  # replicas compute in threads, and an append is atomic
+            modules.append(name)  # replicas compute in threads, and an append is atomic
 
     handle = nn.modules.module.register_module_forward_hook(check)
     try:
-        yield found
+        yield modules
     finally:
         handle.remove()
 

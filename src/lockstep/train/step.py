@@ -239,7 +239,7 @@ class TorchScheduler:
 
     def __init__(self, rate: LearningRate, optimizer: Optimizer, *, evaluates: bool) -> None:
         self._rate, self._optimizer, self._evaluates = rate, optimizer, evaluates
-        self._begin = [{key: each[key] for key in _SCHEDULED if key in each} for each in optimizer.param_groups]
+        self._begin = [{key: group[key] for key in _SCHEDULED if key in group} for group in optimizer.param_groups]
         self.restart(0, {})
 
     def restart(self, num_done: int, losses: Mapping[int, float]) -> None:
@@ -390,9 +390,9 @@ class StepMetrics:
     def _sum(self, flags: Sequence[int]) -> Tensor:
         """Return total and count of the loss, and the report: what the host knows in one copy, a kernel for a loss."""
         counts = [part.out_of.detach() for part in self._parts if isinstance(part.out_of, Tensor)]
-        known = [part.out_of for part in self._parts if isinstance(part.out_of, float)]
-        known += [float(count) for count in counts if count.is_cpu]
-        sums = upload([0.0, sum(known), *flags, 0.0], self.dtype, self.device)
+        on_host = [part.out_of for part in self._parts if isinstance(part.out_of, float)]
+        on_host += [float(count) for count in counts if count.is_cpu]
+        sums = upload([0.0, sum(on_host), *flags, 0.0], self.dtype, self.device)
         for value, weight, _ in self._parts:
             sums[0].add_(value if value.is_cpu else value.to(self.device), alpha=weight)
         for count in counts:
@@ -452,17 +452,17 @@ class AveragedWeights:
 
     def _parameters(self) -> dict[str, Tensor]:
         named = self._model.named_parameters()
-        return {plain_name(name): each.detach() for name, each in named if each.requires_grad}
+        return {plain_name(name): parameter.detach() for name, parameter in named if parameter.requires_grad}
 
     @torch.no_grad()
     def update(self) -> None:
         """Update the average with the parameters. Does not block."""
         self.is_due, parameters = False, self._parameters()
         if not self.values:
-            self.values = {name: each.clone() for name, each in parameters.items()}
+            self.values = {name: parameter.clone() for name, parameter in parameters.items()}
             return
         averages = [local_part(self.values[name]) for name in parameters]
-        self._average(averages, [local_part(each) for each in parameters.values()], 0)
+        self._average(averages, [local_part(parameter) for parameter in parameters.values()], 0)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -478,17 +478,15 @@ class AveragedWeights:
         """Exchange parameters and averages, one after the other: the parameters stay where they are in memory."""
         self.is_swapped = not self.is_swapped
         for name, parameter in self._parameters().items() if self.values else ():
-            kept = parameter.clone()
+            copy = parameter.clone()
             parameter.copy_(self.values[name])
-            self.values[name].copy_(kept)
+            self.values[name].copy_(copy)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the averages by name; those of tied parameters under each of their names."""
-        names = {id(each): plain_name(name) for name, each in self._model.named_parameters()}
+        names = {id(parameter): plain_name(name) for name, parameter in self._model.named_parameters()}
         every = self._model.named_parameters(remove_duplicate=False)
-        return {
-            plain_name(name): self.values[names[id(each)]] for name, each in every if names[id(each)] in self.values
-        }
+        return {plain_name(name): self.values[names[id(p)]] for name, p in every if names[id(p)] in self.values}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -500,7 +498,7 @@ class AveragedWeights:
         self.is_due, parameters = False, self._parameters() if state else {}
         if missing := parameters.keys() - state.keys():
             raise ValueError(f"it has no averaged weights of {min(missing)}")
-        self.values = {name: each.clone().copy_(read_tensors(state[name], each)) for name, each in parameters.items()}
+        self.values = {name: p.clone().copy_(read_tensors(state[name], p)) for name, p in parameters.items()}
 
 
 # --- random numbers ---------------------------------------------------------------------------------------------------

@@ -115,10 +115,10 @@ class StopSignals:
         self._received = signal.Signals(number)
 
     def _listen(self) -> None:
-        self._wakeup, theirs = socket.socketpair()
+        self._wakeup, reader = socket.socketpair()
         self._wakeup.setblocking(False)
         self._wakeup_before = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
-        threading.Thread(target=self._judge, args=[theirs], name="lockstep-signals", daemon=True).start()
+        threading.Thread(target=self._judge, args=[reader], name="lockstep-signals", daemon=True).start()
 
     def _judge(self, signals: socket.socket) -> None:
         with signals:

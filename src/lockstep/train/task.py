@@ -40,11 +40,11 @@ def check_callbacks(callbacks: Sequence[object]) -> None:
     Raises:
         ConfigurationError: There is such a callback; names the methods that there are.
     """
-    for each in callbacks:
-        name = getattr(each, "__name__", type(each).__name__)
-        methods = [method for method in dir(each) if method.startswith("on_") and callable(getattr(each, method))]
+    for callback in callbacks:
+        name = getattr(callback, "__name__", type(callback).__name__)
+        methods = [point for point in dir(callback) if point.startswith("on_") and callable(getattr(callback, point))]
         unknown = [method for method in methods if method not in _POINTS]
-        if isinstance(each, type):
+        if isinstance(callback, type):
             raise ConfigurationError(f"The callback {name} is a class.\nGive an object: callbacks=[{name}()].")
         if unknown:
             raise ConfigurationError(
@@ -211,9 +211,9 @@ def build_model(task: Task, device: torch.device | str = "cpu", *, keeps_meta: b
             f"Task.model returned a {type(model).__name__}, not a torch.nn.Module.\nReturn the model from it."
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        found = "all of its parameters are frozen" if any(True for _ in model.parameters()) else "it has no parameters"
+        reason = "all of its parameters are frozen" if any(True for _ in model.parameters()) else "it has no parameters"
         raise ConfigurationError(
-            f"{type(model).__name__} has no trainable parameter: {found}.\n"
+            f"{type(model).__name__} has no trainable parameter: {reason}.\n"
             "Set requires_grad on the parameters that should be trained."
         )
     if not is_on_meta(model):
@@ -235,17 +235,17 @@ def initialize(model: nn.Module, device: torch.device | str) -> nn.Module:
     unset = {}
     for module in _children_first(model):
         tensors = {**module._parameters, **module._buffers}
-        if own := [name for name, tensor in tensors.items() if tensor is not None and tensor.is_meta]:
-            unset[module] = own
+        if on_meta := [name for name, tensor in tensors.items() if tensor is not None and tensor.is_meta]:
+            unset[module] = on_meta
     move(model, device)
-    for module, own in unset.items():
+    for module, on_meta in unset.items():
         reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         if reset is None:
             raise ConfigurationError(
                 f"The model is on the meta device, but {names[module]} ({own_class(module).__name__}), which holds "
-                f"{', '.join(own)}, has no reset_parameters.\nDefine it: it must give them their initial values."
+                f"{', '.join(on_meta)}, has no reset_parameters.\nDefine it: it must give them their initial values."
             )
-        whole = {name: torch.empty(getattr(module, name).shape, dtype=getattr(module, name).dtype) for name in own}
+        whole = {name: torch.empty(getattr(module, name).shape, dtype=getattr(module, name).dtype) for name in on_meta}
         with torch.no_grad(), reparametrize_module(module, whole):
             reset()
         for name, value in whole.items():
@@ -267,7 +267,7 @@ def required_by(function: Callable[..., Any]) -> list[str]:
     except (TypeError, ValueError):
         return []
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [each.name for each in parameters if each.default is each.empty and each.kind not in variable]
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in variable]
 
 
 def call_optimizer(make: Callable[[Any], object], model: nn.Module) -> object:
@@ -275,8 +275,8 @@ def call_optimizer(make: Callable[[Any], object], model: nn.Module) -> object:
     wanted = (required_by(make) or [""])[0]
     if wanted == "model":
         return make(unwrap(model))
-    named = [(plain_name(name), each) for name, each in model.named_parameters() if each.requires_grad]
-    return make(named if wanted in ("named_parameters", "named_params", "named") else [each for _, each in named])
+    named = [(plain_name(name), p) for name, p in model.named_parameters() if p.requires_grad]
+    return make(named if wanted in ("named_parameters", "named_params", "named") else [p for _, p in named])
 
 
 _SEVERAL = (
@@ -300,7 +300,7 @@ def build_optimizer(task: Task, model: nn.Module) -> Optimizer:
     optimizer = call_optimizer(task.optimizer, model)
     if isinstance(optimizer, Mapping | list | tuple):
         items = optimizer.values() if isinstance(optimizer, Mapping) else optimizer
-        raise ConfigurationError(_SCHEDULER if any(isinstance(each, LRScheduler) for each in items) else _SEVERAL)
+        raise ConfigurationError(_SCHEDULER if any(isinstance(item, LRScheduler) for item in items) else _SEVERAL)
     if isinstance(optimizer, Optimizer) and is_counted_step(optimizer.step):
         raise ConfigurationError(_SCHEDULER)
     if not isinstance(optimizer, Optimizer):
@@ -317,9 +317,9 @@ def check_registered(optimizer: Optimizer, model: nn.Module, *, is_alone: bool) 
     Raises:
         ConfigurationError: There are some, so that each rank would train its own copy.
     """
-    own = set(map(id, model.parameters()))
+    registered = set(map(id, model.parameters()))
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    outside = [f"number {i} of shape {tuple(p.shape)}" for i, p in enumerate(trained) if id(p) not in own]
+    outside = [f"number {i} of shape {tuple(p.shape)}" for i, p in enumerate(trained) if id(p) not in registered]
     if outside:
         text = (
             f"The optimizer has parameters that no module of the model registers: {', '.join(outside[:5])}"
@@ -395,22 +395,22 @@ def load_task(spec: str) -> Task:
     """
     path, name = find_task(spec)
     module = _explain_errors(path, lambda: _import(path))
-    found: object = getattr(module, name, None)
-    if found is None:
+    task: object = getattr(module, name, None)
+    if task is None:
         raise without_task(path, name, [key for key, value in vars(module).items() if isinstance(value, Task)])
-    values = read_parameters(found, spec.parameters if isinstance(spec, TaskSpec) else {}, f"{path}: {name}")
-    if callable(found):
-        found = _explain_errors(path, partial(found, **values))
-    if not isinstance(found, Task):
+    values = read_parameters(task, spec.parameters if isinstance(spec, TaskSpec) else {}, f"{path}: {name}")
+    if callable(task):
+        task = _explain_errors(path, partial(task, **values))
+    if not isinstance(task, Task):
         raise ConfigurationError(
-            f"{path}: {name} is a {type(found).__name__}, not a lockstep.Task.\n"
+            f"{path}: {name} is a {type(task).__name__}, not a lockstep.Task.\n"
             "It must be a Task, or a function that returns one."
         )
     # By default the name of a task is that of its file.
     own_name = path.stem if name == "task" else f"{path.stem}:{name}"
     values = {key: value for key, value in values.items() if isinstance(value, bool | int | float | str | None)}
-    name = own_name if found.name == Task.name else found.name
-    return replace(found, name=name, parameters=values | {**found.parameters})
+    name = own_name if task.name == Task.name else task.name
+    return replace(task, name=name, parameters=values | {**task.parameters})
 
 
 def _import(path: Path) -> ModuleType:
@@ -432,10 +432,10 @@ def _explain_errors(path: Path, action: Callable[[], T]) -> T:
         return action()
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if Path(frame.filename) == path.resolve()]
+        in_file = [frame for frame in frames if Path(frame.filename) == path.resolve()]
         # The innermost line in the task's own file, if there is one: its author can change it.
-        frame = (own or frames)[-1]
-        place, number, line = path if own else frame.filename, frame.lineno, frame.line
+        frame = (in_file or frames)[-1]
+        place, number, line = path if in_file else frame.filename, frame.lineno, frame.line
         cause, *rest = (str(error) or "no message").splitlines()
         if isinstance(error, SyntaxError) and error.filename:
             place, number, line, cause = error.filename, error.lineno, error.text, error.msg

@@ -48,7 +48,7 @@ def find_task(spec: str) -> tuple[Path, str]:
         symbols = symtable.symtable(source, str(path), "exec").get_symbols()
     except (SyntaxError, ValueError):
         return path, name  # the import shows the line
-    bound = {each.get_name() for each in symbols if each.is_assigned() or each.is_imported()}
+    bound = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
     if name not in bound and not _HIDDEN.search(source):
         made = _MADE.findall(source)
         raise without_task(path, name, made or ["task"] * ("task" in bound))
@@ -68,12 +68,12 @@ def without_task(path: Path, name: str, others: list[str]) -> ConfigurationError
     return ConfigurationError(f"{path} has no {name!r}.\n{f'Name what it has: {path}:{others[0]}' if others else hint}")
 
 
-def read_parameters(make: object, given: Mapping[str, str], where: str) -> dict[str, Any]:
-    """Return the values of all parameters of ``make``, of its defaults and of the texts that are ``given``.
+def read_parameters(make: object, texts: Mapping[str, str], where: str) -> dict[str, Any]:
+    """Return the values of all parameters of ``make``, from its defaults and from ``texts``.
 
     Args:
         make: A task, or a function that returns one.
-        given: By name of a parameter.
+        texts: The values that were passed, by name of a parameter.
         where: The name of ``make``, for errors.
 
     Raises:
@@ -83,11 +83,9 @@ def read_parameters(make: object, given: Mapping[str, str], where: str) -> dict[
         declared = dict(inspect.signature(make, eval_str=True).parameters) if callable(make) else {}
     except (TypeError, ValueError):
         declared = {}
-    declared = {
-        name: each for name, each in declared.items() if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
-    }
+    declared = {name: p for name, p in declared.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     takes = f"It takes {', '.join(map(str, declared.values()))}."
-    for name in given:
+    for name in texts:
         if not declared:
             advice = "Make it a function with parameters that returns the task, such as def task(lr=0.1)."
             raise ConfigurationError(f"{where} has no parameters, so --set {name} has no effect.\n{advice}")
@@ -95,8 +93,8 @@ def read_parameters(make: object, given: Mapping[str, str], where: str) -> dict[
             near = difflib.get_close_matches(name, declared, n=1)
             hint = f"Did you mean {near[0]}? " if near else ""
             raise ConfigurationError(f"{where} has no parameter {name!r}.\n{hint}{takes}")
-    values = {name: each.default for name, each in declared.items() if each.default is not each.empty}
-    for name, text in given.items():
+    values = {name: p.default for name, p in declared.items() if p.default is not p.empty}
+    for name, text in texts.items():
         kind = declared[name].annotation
         if kind is inspect.Parameter.empty:
             kind = str if values.get(name) is None else type(values[name])
@@ -113,11 +111,11 @@ def _read(text: str, kind: Any) -> Any:
     """Return ``text`` as a value of type ``kind``; ValueError: it is none."""
     kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
     fixed = {bool: (True, False), types.NoneType: (None,)}
-    for choice in (choice for each in kinds for choice in fixed.get(each, get_args(each))):
+    for choice in (choice for type_ in kinds for choice in fixed.get(type_, get_args(type_))):
         if text.lower() == str(choice).lower():
             return choice
-    for each in kinds:
-        if each in (int, float, str):
+    for type_ in kinds:
+        if type_ in (int, float, str):
             with suppress(ValueError):
-                return each(text)
+                return type_(text)
     raise ValueError(text)

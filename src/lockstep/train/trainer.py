@@ -196,8 +196,8 @@ class Trainer:
         self.group: Group | None = self.strategy.group
         if shards is not None and self.group is not None:
             # Other hardware may round differently. That is not an error, but the same bits are not guaranteed.
-            mine = reproducible.describe_machine(self.device)
-            machines = all_gather_object(mine, group=self.group, device=self.device)
+            machine_here = reproducible.describe_machine(self.device)
+            machines = all_gather_object(machine_here, group=self.group, device=self.device)
             for rank, machine in enumerate(machines):
                 if machine != machines[0]:
                     self.caveats.append(f"rank {rank} has another machine than rank 0: {machine}, not {machines[0]}")
@@ -241,8 +241,8 @@ class Trainer:
         if is_first:
             skip, num_samples = self.loading.skip_bad, self.plan.order.num_samples
             self.bad_samples = BadSamples(skip=skip, device=self.device, group=self.group, num_samples=num_samples)
-            how = settings.on_nan, self._model, self.optimizer, self.strategy, self.plan, self._replay
-            self.nonfinite = NonFiniteGuard(*how)
+            parts = settings.on_nan, self._model, self.optimizer, self.strategy, self.plan, self._replay
+            self.nonfinite = NonFiniteGuard(*parts)
             if (averaging := self.strategy.averaging) is not None:
                 averaging.flags, averaging.on_flags = [0.0] * step_parts.NUM_FLAGS, self._take_flags
         self.bad_samples.group = self.group
@@ -301,7 +301,7 @@ class Trainer:
                 return
             self._connect(world, shards, is_first=False)
         if old is not None and (new := self.strategy.ours) is not None:
-            new.reducer.observers += [each for each in old.reducer.observers if isinstance(each, BucketStamps)]
+            new.reducer.observers += [stamps for stamps in old.reducer.observers if isinstance(stamps, BucketStamps)]
             if old.kept is not None:
                 new.load_compression_state_dict(old.kept)
                 new.kept = old.kept
@@ -500,11 +500,11 @@ class Trainer:
             if compares:
                 self._compared, self.read = self.read, ("", 0)
                 number = int(self._compared[0][:4] or "0", 16)
-            mine = [self.stop_requested(), self.failure_seen(), *self.requests()]
+            reports = [self.stop_requested(), self.failure_seen(), *self.requests()]
             if self.group is None:
-                self._reported = [*map(float, mine)]
+                self._reported = [*map(float, reports)]
             # All ranks have read the same if the sum of the squares is that of equal numbers.
-            flags = [len(self.bad_samples.pending), *mine, number > 0, number, number * number]
+            flags = [len(self.bad_samples.pending), *reports, number > 0, number, number * number]
         losses += metrics.add(parts, flags)
 
     def _compute(
@@ -514,8 +514,8 @@ class Trainer:
         self._seeds.forward(micro, index)
         seed = partial(self._seeds.all, step_parts.FORWARD, micro.step, 0)
         all_have_samples = partial(self.bad_samples.all_have_samples, micro, index, self.plan.split)
-        how = strategies.Pass(1.0 / micro.num_global, sync, timer, on_losses, seed, all_have_samples, self.scaler)
-        self.strategy.run(micro, how)
+        context = strategies.Pass(1.0 / micro.num_global, sync, timer, on_losses, seed, all_have_samples, self.scaler)
+        self.strategy.run(micro, context)
 
     def _replay(self, micro: MicroBatch, index: int) -> list[Tensor]:
         """Compute a micro-batch again, to the same bits, and return its losses."""
@@ -703,8 +703,8 @@ class Trainer:
         A failure is one outside of the steps. Callbacks request the end of the run, and a checkpoint.
         The same on all ranks of the group. On a device it is known a step later, or after `settle`.
         """
-        mine = [self.stop_requested(), self.failure_seen()] if self.group is None else []
-        return [*mine, *(flag > 0 for flag in self._reported[len(mine) :])]
+        reports = [self.stop_requested(), self.failure_seen()] if self.group is None else []
+        return [*reports, *(flag > 0 for flag in self._reported[len(reports) :])]
 
     @property
     def reports_in(self) -> int:
@@ -716,9 +716,9 @@ class Trainer:
     @property
     def is_check_due(self) -> bool:
         """Whether `check_replicas` is due after the last step, if the ranks have communicated in it."""
-        every, done, known = self.settings.check_replicas, self.num_steps_done, self.alike_after
+        every, done, since = self.settings.check_replicas, self.num_steps_done, self.alike_after
         # Also after the first step, so that an error can name the last step after which the replicas were equal.
-        is_due = known is None or (every and done // every > known // every) or done == self.plan.num_steps
+        is_due = since is None or (every and done // every > since // every) or done == self.plan.num_steps
         return bool(every) and bool(is_due)
 
     def check_replicas(self) -> None:
@@ -735,8 +735,8 @@ class Trainer:
         if isinstance(self.optimizer, ZeroRedundancyOptimizer):
             self.optimizer.wait()
         replica = self.strategy.replica(self._model, self.optimizer)
-        known = self.alike_after is not None
-        since = f"After step {self.alike_after} all were alike." if known else "There was no check before."
+        was_checked = self.alike_after is not None
+        since = f"After step {self.alike_after} all were alike." if was_checked else "There was no check before."
         device = next(self._model.parameters()).device
         refuse_difference(replica, group=group, device=device, now=f" (after step {done})", since=since)
         self.alike_after = done
@@ -808,7 +808,7 @@ class Trainer:
             "steps": self.plan.num_steps,
             "schedule": rate.decay if isinstance(rate.decay, str) else "of the task",
             "warmup": rate.warmup,
-            "learning rate": ", ".join(f"{each * rate.scale:.6g}" for each in dict.fromkeys(base)),
+            "learning rate": ", ".join(f"{base_rate * rate.scale:.6g}" for base_rate in dict.fromkeys(base)),
         }
 
     def state_dict(self) -> dict[str, Any]:

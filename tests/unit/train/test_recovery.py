@@ -161,7 +161,7 @@ def test_a_state_that_was_cut_is_refused_before_it_is_read(monkeypatch, num_good
     # Size, structure and tensors: an aborted message leaves anything, such as a huge size, or code to unpickle.
     read, moved, checked = [], [], []
     monkeypatch.setattr(recovery, "has_all_gather", lambda group, device: True)
-    monkeypatch.setattr(recovery, "_move", lambda tensor, *_: moved.append(tensor))
+    monkeypatch.setattr(recovery, "_send_or_receive", lambda tensor, *_: moved.append(tensor))
     monkeypatch.setattr(recovery.pickle, "loads", lambda data: read.append(data) or ({"value": torch.empty(2)}, [True]))
 
     def refuse_cut():

@@ -99,10 +99,10 @@ def examine_job(plan: Plan, env: RankEnv, environ: Mapping[str, str]) -> tuple[R
     report: Report | None = None
     if env.local_rank == 0:  # one rank examines a machine, and rank zero the task
         report = examine(plan if env.rank == 0 else replace(plan, target=None), environ)
-    own = {"versions": read_versions(), "report": pickle.dumps(report).hex()}
+    own_part = {"versions": read_versions(), "report": pickle.dumps(report).hex()}
     try:
         with init(backend="gloo", device="cpu", timeout_s=RENDEZVOUS_S) as world:
-            parts = all_gather_object(own, group=world.group)
+            parts = all_gather_object(own_part, group=world.group)
             # GPUs may have a network of their own.
             link = probe_link(world, limit_s=PROBE_S) if plan.machines > 1 and not plan.on_gpus else None
     except LockstepError as error:
@@ -113,7 +113,7 @@ def examine_job(plan: Plan, env: RankEnv, environ: Mapping[str, str]) -> tuple[R
         return replace(report, findings=findings, not_checked=missed), EXIT_CODE
     reports = [pickle.loads(bytes.fromhex(part["report"])) for part in parts]
     job = Job(plan, [part["versions"] for part in parts], link)
-    merged = merge([each for each in reports if each is not None], job)
+    merged = merge([report for report in reports if report is not None], job)
     return merged if env.rank == 0 else None, merged.exit_code
 
 

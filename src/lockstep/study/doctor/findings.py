@@ -134,14 +134,14 @@ cost, fix, paste = map(_text_named, ("cost", "fix", "paste"))
 
 def judge(record: object) -> list[Finding]:
     """Return what all checks of this record find."""
-    found = []
+    findings = []
     for entry in CHECKS:
         for problem in entry.function(record) if entry.record is type(record) else ():
             common = entry.finding
-            own = problem.paste or re.sub(r"{(\w+)}", lambda name: str(getattr(record, name[1])), common.paste)
+            lines = problem.paste or re.sub(r"{(\w+)}", lambda name: str(getattr(record, name[1])), common.paste)
             severity = problem.severity or common.severity
-            found.append(replace(common, found=problem.found, severity=severity, paste=own))
-    return found
+            findings.append(replace(common, found=problem.found, severity=severity, paste=lines))
+    return findings
 
 
 def explain(kind: str) -> str:
@@ -150,10 +150,10 @@ def explain(kind: str) -> str:
     Raises:
         ConfigurationError: No finding has this name.
     """
-    known = {check.finding.kind: check.explanation for check in CHECKS}
-    if kind not in known:
-        raise ConfigurationError(f"No finding is called {kind}.\nThere are: {', '.join(sorted(known))}.")
-    return known[kind]
+    explanations = {check.finding.kind: check.explanation for check in CHECKS}
+    if kind not in explanations:
+        raise ConfigurationError(f"No finding is called {kind}.\nThere are: {', '.join(sorted(explanations))}.")
+    return explanations[kind]
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ class Report:
     def verdict(self) -> str:
         """The result in one sentence."""
         severities = [finding.severity for finding in self.findings]
-        counts = [f"{severities.count(each)} {text}" for each, text in WORDS.items() if each in severities]
+        counts = [f"{severities.count(severity)} {text}" for severity, text in WORDS.items() if severity in severities]
         if self.exit_code:
             return f"Found: {', '.join(counts)}."
         return "; ".join(["Nothing was found that would hang, falsify or slow this run", *counts]) + "."

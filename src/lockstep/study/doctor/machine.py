@@ -116,10 +116,10 @@ class _NoDraws(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
+        keywords = kwargs or {}
         if func in (Tensor.normal_, nn.init.normal_, nn.init.trunc_normal_):
-            return args[0] if args else given["tensor"]
-        return func(*args, **given)
+            return args[0] if args else keywords["tensor"]
+        return func(*args, **keywords)
 
 
 def _model_facts(task: Task) -> dict[str, Any]:
@@ -163,9 +163,9 @@ def batchnorm_not_synchronised(facts: TaskFacts) -> Iterator[Problem]:
     """
     if facts.batchnorms and facts.world_size > 1:
         layers = f"{plural(len(facts.batchnorms), 'BatchNorm layer')} ({listed(facts.batchnorms, 2)})"
-        own = f"the {plural(facts.share, 'sample')} of their own device, of {facts.global_batch_size}"
+        samples = f"the {plural(facts.share, 'sample')} of their own device, of {facts.global_batch_size}"
         severity = Severity.WRONG if facts.share < _FEW_FOR_STATISTICS else Severity.NOTE
-        yield Problem(f"{layers} will normalise with {own}.", severity=severity)
+        yield Problem(f"{layers} will normalise with {samples}.", severity=severity)
 
 
 # The machine.
@@ -308,14 +308,14 @@ def _ask_driver(chosen: str | None) -> tuple[Sequence[Gpu], list[NotChecked]]:
 
 def parse_gpus(text: str, chosen: str | None) -> tuple[Gpu, ...]:
     """Return the GPUs in the output of ``nvidia-smi``, one per line; only those in ``CUDA_VISIBLE_DEVICES``, if set."""
-    found = []
+    gpus = []
     for row in csv.reader(text.splitlines(), skipinitialspace=True):
         total, used = (int(cell) * MIB if cell.isdigit() else 0 for cell in row[3:])  # may be [N/A]
-        found.append(Gpu(int(row[0]), row[1], row[2], total, used))
+        gpus.append(Gpu(int(row[0]), row[1], row[2], total, used))
     if chosen is None:
-        return tuple(found)
+        return tuple(gpus)
     # nvidia-smi ignores the variable and lists all GPUs.
-    by_name = {str(gpu.index): gpu for gpu in found} | {gpu.uuid: gpu for gpu in found}
+    by_name = {str(gpu.index): gpu for gpu in gpus} | {gpu.uuid: gpu for gpu in gpus}
     return tuple(by_name[name.strip()] for name in chosen.split(",") if name.strip() in by_name)
 
 
@@ -413,8 +413,8 @@ def threads_too_many(machine: Machine) -> Iterator[Problem]:
     """
     ranks, total = machine.plan.devices, machine.plan.devices * (machine.threads or 0)
     if total > max(machine.usable, ranks):
-        each = f"{machine.threads_from}={machine.threads} on {plural(ranks, 'rank')}"
-        yield Problem(f"{each} are {total} threads for {machine.usable:g} cores.")
+        setting = f"{machine.threads_from}={machine.threads} on {plural(ranks, 'rank')}"
+        yield Problem(f"{setting} are {total} threads for {machine.usable:g} cores.")
 
 
 @check(Machine, Severity.SLOW)
@@ -428,8 +428,8 @@ def threads_too_few(machine: Machine) -> Iterator[Problem]:
     """
     ranks, threads = machine.plan.devices, machine.threads or machine.fair_threads
     if threads < machine.fair_threads and 2 * ranks * threads <= machine.usable and not machine.plan.on_gpus:
-        each = f"{machine.threads_from}={threads} on {plural(ranks, 'rank')}"
-        yield Problem(f"{each} use {ranks * threads} of {machine.usable:g} cores.")
+        setting = f"{machine.threads_from}={threads} on {plural(ranks, 'rank')}"
+        yield Problem(f"{setting} use {ranks * threads} of {machine.usable:g} cores.")
 
 
 @check(Machine, Severity.SLOW)
@@ -466,11 +466,11 @@ def shared_memory_small(machine: Machine) -> Iterator[Problem]:
     need = ranks * _NCCL_BYTES if machine.plan.on_gpus and ranks > 1 else 0
     is_default = machine.shm_bytes <= _DOCKER_DEFAULT_BYTES and workers != 0
     if need > machine.shm_free_bytes or is_default:
-        each = "loader workers" if workers is None else f"{plural(workers, 'loader worker')} each"
+        workers_text = "loader workers" if workers is None else f"{plural(workers, 'loader worker')} each"
         free = f"{_size(machine.shm_free_bytes)} free of {_size(machine.shm_bytes)}"
         gib = max(1, -(-2 * need // 2**30))  # twice the need, rounded up
         yield Problem(
-            f"/dev/shm has {free}, which is too little for {plural(ranks, 'rank')} with {each}.",
+            f"/dev/shm has {free}, which is too little for {plural(ranks, 'rank')} with {workers_text}.",
             severity=Severity.NOTE if workers is None and need <= machine.shm_free_bytes else Severity.HANG,
             paste=f"docker run --shm-size={gib}g ...  # or: sudo mount -o remount,size={gib}g /dev/shm",
         )

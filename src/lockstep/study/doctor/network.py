@@ -74,8 +74,8 @@ class Network:
         """The backend's interface in a job of several machines."""
         # The ranks of one machine use the loopback interface or shared memory.
         named = [interface for interface in self.interfaces if interface.name == self.gloo]
-        found = self.nccl if self.plan.on_gpus else named
-        return found[0] if found and self.plan.machines > 1 else None
+        candidates = self.nccl if self.plan.on_gpus else named
+        return candidates[0] if candidates and self.plan.machines > 1 else None
 
     @property
     def missing(self) -> dict[str, str]:
@@ -130,23 +130,23 @@ def read_network(plan: Plan, environ: Mapping[str, str]) -> Network:
     """Return the interfaces and names. Blocks some seconds at most."""
     interfaces, host = read_interfaces(), socket.gethostname()
     addresses, master = _resolve(host), _resolve(plan.master_addr)
-    own = next((address for address in addresses if not is_loopback(address)), best_of(interfaces).addresses[0])
+    own_address = next((address for address in addresses if not is_loopback(address)), best_of(interfaces).addresses[0])
     # Gloo uses the first of several; without a choice, the one with the host's address.
     gloo = environ.get(GLOO_INTERFACE, "").split(",")[0].strip()
-    gloo = gloo or next((one.name for one in interfaces if own in one.addresses), "")
+    gloo = gloo or next((one.name for one in interfaces if own_address in one.addresses), "")
     named = {name: environ[name] for name in (GLOO_INTERFACE, _NCCL_INTERFACE) if name in environ}
-    return Network(plan, interfaces, gloo, named, host, addresses, own, master)
+    return Network(plan, interfaces, gloo, named, host, addresses, own_address, master)
 
 
 def read_interfaces() -> tuple[Interface, ...]:
     """Return the network interfaces that are up and have an IP address."""
     states, families = psutil.net_if_stats(), (socket.AF_INET, socket.AF_INET6)
-    found = []
+    interfaces = []
     for name, all_addresses in psutil.net_if_addrs().items():
         addresses = tuple(address.address for address in all_addresses if address.family in families)
         if addresses and name in states and states[name].isup:
-            found.append(Interface(name, addresses, states[name].speed))
-    return tuple(found)
+            interfaces.append(Interface(name, addresses, states[name].speed))
+    return tuple(interfaces)
 
 
 def _resolve(name: str | None) -> tuple[str, ...]:
@@ -172,8 +172,8 @@ def interface_missing(facts: Network) -> Iterator[Problem]:
     is_alone = facts.plan.machines == 1
     for name, value in facts.missing.items():
         if not is_alone or (facts.plan.on_gpus and name == _NCCL_INTERFACE):
-            found = f"{name}={value}, but no interface of that name is up; this machine has {existing}."
-            yield Problem(found, paste=f"unset {name}" if is_alone else "")
+            text = f"{name}={value}, but no interface of that name is up; this machine has {existing}."
+            yield Problem(text, paste=f"unset {name}" if is_alone else "")
 
 
 @check(Network, Severity.HANG)
@@ -292,8 +292,8 @@ def link_slow(job: Job) -> Iterator[Problem]:
         rate, machines = job.link.bytes_per_s, job.plan.machines
         seconds = cable_bytes(_EXAMPLE_BYTES, machines) / rate
         takes = f"averaging the gradients of 100 million parameters takes {seconds:.2g} s of each step"
-        found = f"All-reduces between the machines run at {format_rate(rate)}: {takes}."
-        yield Problem(found, paste=f"lockstep predict TASK.py --machines {machines} --link {rate / 1e6:.3g}MB/s")
+        text = f"All-reduces between the machines run at {format_rate(rate)}: {takes}."
+        yield Problem(text, paste=f"lockstep predict TASK.py --machines {machines} --link {rate / 1e6:.3g}MB/s")
 
 
 @check(Job, Severity.HANG)
@@ -326,5 +326,5 @@ def versions_differ(job: Job) -> Iterator[Problem]:
             who = "; ".join(f"{value} on rank{'s' * (len(r) > 1)} {listed(r)}" for value, r in by_value.items())
             most_common = max(by_value, key=lambda value: len(by_value[value]))
             noun = name if name == "processor" else f"version of {name}"
-            found = f"The ranks differ in their {noun}: {who}."
-            yield Problem(found, severity=severity, paste=line.format(most_common))
+            text = f"The ranks differ in their {noun}: {who}."
+            yield Problem(text, severity=severity, paste=line.format(most_common))

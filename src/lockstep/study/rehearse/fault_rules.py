@@ -91,7 +91,7 @@ def parse(text: str) -> Rule:
     optional = [key for key in values if key != "in"]
     required = [key for key, _, _ in _pairs(kind.example.partition(":")[2]) if key not in values]
     # ``in`` is refused if there is only one place.
-    known = [*required, *optional, *(["in"] if kind.places else [])]
+    allowed = [*required, *optional, *(["in"] if kind.places else [])]
 
     def wrong(reason: str) -> ConfigurationError:
         hint = f"Write it like {kind.example}."
@@ -108,15 +108,15 @@ def parse(text: str) -> Rule:
             raise wrong(f"{key}={values[key]} is not {what}")
         return value
 
-    given = set()
+    keys = set()
     for key, equals, value in _pairs(rest):
-        if key not in known:
+        if key not in allowed:
             raise wrong(f"it has no key {key!r}" if equals else f"{key!r} is not key=value")
-        if key in given:
+        if key in keys:
             raise wrong(f"{key} is given twice")
-        given.add(key)
+        keys.add(key)
         values[key] = value
-    if missing := [key for key in required if key not in given]:
+    if missing := [key for key in required if key not in keys]:
         raise wrong(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing")
     if kind.places and values["in"] not in kind.places:
         raise wrong(f"it cannot strike in {values['in']!r}, only in {', '.join(kind.places)}")
@@ -178,7 +178,7 @@ def is_spent(folder: Path, rule: Rule) -> bool:
 
 def read(folder: Path, rule: Rule) -> Note | None:
     """Return the note; ``None`` if the fault has not struck, or killed the rank before it had written anything."""
-    return Note(**found) if (found := read_object(_path(folder, rule))) else None
+    return Note(**note) if (note := read_object(_path(folder, rule))) else None
 
 
 def _path(folder: Path, rule: Rule) -> Path:

@@ -89,7 +89,7 @@ class FaultInjector:
     def _on_forward(self, module: nn.Module, _args: Any) -> None:
         if not torch.is_grad_enabled():
             return
-        if self._model_step != self._step and any(found.requires_grad for found in module.parameters()):
+        if self._model_step != self._step and any(parameter.requires_grad for parameter in module.parameters()):
             self._model_step, self._model = self._step, weakref.ref(module)
         self._reach("forward")
 
@@ -166,7 +166,7 @@ class FaultInjector:
             if rule.kind == "slowlink":
                 self._note(rule)
                 # The largest argument: for an all-gather, that is the result.
-                sizes = [sum(each.nbytes for each in find_tensors(given)) for given in (*args, *kwargs.values())]
+                sizes = [sum(tensor.nbytes for tensor in find_tensors(value)) for value in (*args, *kwargs.values())]
                 # An all-reduce sends the data twice, except for a rank's own share; other collectives once.
                 num_bits = 8 * max(sizes, default=0) * (2 if name.startswith("allreduce") else 1)
                 time.sleep(num_bits * (group.size() - 1) / group.size() / (rule.amount * 1e6))
@@ -188,7 +188,7 @@ class FaultInjector:
 
 def middle_parameter(model: nn.Module) -> tuple[nn.Module, Any, str]:
     """Return the module of a parameter in the middle of the model, the parameter, and its name without wrappers."""
-    trained = [name for name, found in model.named_parameters() if found.requires_grad and found.numel()]
+    trained = [name for name, p in model.named_parameters() if p.requires_grad and p.numel()]
     path, _, name = trained[len(trained) // 2].rpartition(".")
     full_name = ".".join(part for part in (*path.split("."), name) if part not in ("", "module"))
     owner = model.get_submodule(path)
@@ -219,13 +219,13 @@ def fill_disk(instrument: Instrument, is_full: Callable[[], bool]) -> None:
     open_plain = os.open
 
     def opened(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        found = original(*args, **kwargs)
-        descriptor = found if isinstance(found, int) else found.fileno()
+        file = original(*args, **kwargs)
+        descriptor = file if isinstance(file, int) else file.fileno()
         if _writes_to_disk(descriptor) and is_full():
             nowhere = open_plain("/dev/full", os.O_WRONLY)
             os.dup2(nowhere, descriptor, inheritable=False)
             os.close(nowhere)
-        return found
+        return file
 
     # Files that torch writes in native code are written by Python's files instead.
     def saved(save: Callable[..., Any], obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:

@@ -194,13 +194,13 @@ def judge_all(
     rules: Sequence[Rule], struck: Sequence[Note | None], lines: Sequence[Line], exit_code: int
 ) -> tuple[FaultOutcome, ...]:
     """Return the outcome of each fault; see `judge`. A fault that a job survives is not blamed for the job's end."""
-    found = [judge(rule, note, lines, exit_code) for rule, note in zip(rules, struck, strict=True)]
-    if any(finding.noticed_s is not None for finding in found):
+    outcomes = [judge(rule, note, lines, exit_code) for rule, note in zip(rules, struck, strict=True)]
+    if any(finding.noticed_s is not None for finding in outcomes):
         until = f"survived, until the job ended with code {exit_code}"
-        for number, finding in enumerate(found):
+        for number, finding in enumerate(outcomes):
             if finding.note is not None and not finding.is_good and finding.rule.kind in ("slowlink", "drop"):
-                found[number] = replace(finding, outcome=until, is_good=True)
-    return tuple(found)
+                outcomes[number] = replace(finding, outcome=until, is_good=True)
+    return tuple(outcomes)
 
 
 def judge(rule: Rule, note: Note | None, lines: Sequence[Line], exit_code: int) -> FaultOutcome:
@@ -250,18 +250,18 @@ def _find_report(rule: Rule, lines: Sequence[Line], *, by_name: bool = True) -> 
             continue
         ranks = ranks_in(text)
         is_about = rule.rank is None or (rule.rank in ranks if by_name else not ranks)
-        if is_about and any(signs.search(found.text) for found in lines[max(0, number - num_before) : number + 1]):
+        if is_about and any(signs.search(line.text) for line in lines[max(0, number - num_before) : number + 1]):
             return line
     return None
 
 
 def ranks_in(text: str) -> set[int]:
     """Return the ranks that a line names, as in ``rank 3``, ``ranks 0-2, 5`` or ``[rank1]``."""
-    found: set[int] = set()
+    ranks: set[int] = set()
     for numbers in _RANKS.findall(text):
         for low, high in re.findall(r"(\d+)(?:-(\d+))?", " ".join(numbers)):
-            found.update(range(int(low), int(high or low) + 1))
-    return found
+            ranks.update(range(int(low), int(high or low) + 1))
+    return ranks
 
 
 def render(rehearsal: Rehearsal) -> RenderableType:

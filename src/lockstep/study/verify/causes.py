@@ -184,9 +184,9 @@ class Lab:
         Collective for ``ranks``: every rank of ``world``.
         """
         num, given = self.subject.num_devices, GIVEN if division == "shares" else NOTHING
-        how = f"--reproducible {num}" if off is None else f"{in_words(off)} turned off"
+        setup = f"--reproducible {num}" if off is None else f"{in_words(off)} turned off"
         who = {"one": "one process", "shares": "one process, share after share"}.get(division, plural(num, "rank"))
-        self.begin(f"{who}, {how}", world)
+        self.begin(f"{who}, {setup}", world)
         experiment = Experiment(division, self.base | given | (off or NOTHING))
         if off is None:
             experiment = Experiment(division, self.base | GIVEN | {"initial"}, reproducible=num, watched=False)
@@ -232,13 +232,13 @@ class Findings:
         self.add(Cause.BATCHNORM, evidence)
 
     def compare(
-        self, trial: str, pair: str, expected: Outcome, found: Outcome, tolerance: Tolerance, skip: Sequence[Kind] = ()
+        self, trial: str, pair: str, expected: Outcome, actual: Outcome, tolerance: Tolerance, skip: Sequence[Kind] = ()
     ) -> TraceComparison | None:
         """Compare two runs and record the result, under what was turned off; None if either failed."""
-        if isinstance(expected, str) or isinstance(found, str):
-            self.add_failed(trial, pair, found if isinstance(found, str) else str(expected))
+        if isinstance(expected, str) or isinstance(actual, str):
+            self.add_failed(trial, pair, actual if isinstance(actual, str) else str(expected))
             return None
-        comparison = compare(expected, found, tolerance, skip=skip)
+        comparison = compare(expected, actual, tolerance, skip=skip)
         self.rows.append(Row(trial, pair, str(comparison), comparison.same))
         return comparison
 
@@ -264,9 +264,9 @@ def study_apart(findings: Findings, norms: Mapping[str, str], run: Run) -> tuple
     if any(draw.startswith(PRIVATE) for draw in draws) or not (draws or local):
         return ()
     ranks = run(off, "ranks")
-    found = findings.compare(in_words(off), PLAIN_PAIR, one, ranks, tolerance_of(findings.subject))
+    comparison = findings.compare(in_words(off), PLAIN_PAIR, one, ranks, tolerance_of(findings.subject))
     # All must draw in the same way: a constant hides how likely it was.
-    if found is None or not found.same or any(isinstance(one, str) or one.draws != draws for one in ranks):
+    if comparison is None or not comparison.same or any(isinstance(one, str) or one.draws != draws for one in ranks):
         return ()
     if draws:
         findings.add_draws(draws)
@@ -303,7 +303,7 @@ def study_repetition(findings: Findings, lab: Lab, plain: TraceComparison, world
     again = plain
     if base:
         one, two = (lab.run(base, "one", world) for _ in range(2))
-        turned_off = " and ".join(found.cause for found in findings.diagnoses)
+        turned_off = " and ".join(diagnosis.cause for diagnosis in findings.diagnoses)
         again = findings.compare(turned_off, TWICE, one, two, EXACT) or plain
     if again.first is None:
         return base
@@ -358,18 +358,18 @@ def study_division(findings: Findings, lab: Lab, world: World) -> Outcome:
     suspects: list[Switch] = [switch for switch in _OF_DIVISION if switch in live]
     everything = frozenset(suspects)
     nothing = divide(everything, "all of the below") if suspects else plain
-    found: set[Switch] = set()
+    switches: set[Switch] = set()
     # If the two differ for another reason, the experiments prove nothing.
     if is_same := nothing is not None and nothing.same:
         for switch in suspects:
             other = divide(everything - {switch}, f"all but {_OF_DIVISION[switch]}")
             if other is not None and not other.same:
-                found.add(switch)
-    if "random" in found:
+                switches.add(switch)
+    if "random" in switches:
         findings.add_draws(sorted({draw for trace in traces for draw in trace.draws}))
-    if "batchnorm" in found:
+    if "batchnorm" in switches:
         findings.add_norms([*lab.given.norms])
-    if "state" in found:
+    if "state" in switches:
         written = {name for trace in traces for name in trace.written}
         changed = [one for one in plain.differences if one.kind in ("buffer", "parameter") and one.name in written]
         what = f"the {changed[0].kind} {changed[0].name}" if changed else "a buffer or parameter"
@@ -377,10 +377,10 @@ def study_division(findings: Findings, lab: Lab, world: World) -> Outcome:
         is_parameter = bool(changed) and changed[0].kind == "parameter"
         findings.add(*((Cause.PARAMETERS, evidence) if is_parameter else (Cause.BUFFERS, evidence, OWN_PART)))
     # Weights of the shares turn off the other kinds of loss.
-    if is_named := "weights" in found or (not is_same and kind not in ("", "right", "mean")):
+    if is_named := "weights" in switches or (not is_same and kind not in ("", "right", "mean")):
         # Without a kind that fits all steps, each step needs weights of its own.
         _add_weighting(findings, kind or "mean", differing)
-    findings.explained &= bool(found) or is_named
+    findings.explained &= bool(switches) or is_named
     return run(NOTHING, "shares")
 
 
@@ -400,7 +400,7 @@ _EVIDENCE = {
 
 def _add_weighting(findings: Findings, kind: str, step: StepWeights) -> None:
     """Add the cause for a kind of loss; ``step`` is an example."""
-    counted, wanted = (" : ".join(f"{round(weight, 6):.3g}" for weight in each) for each in (step.counted, step.wanted))
+    counted, wanted = (" : ".join(f"{round(weight, 6):.3g}" for weight in row) for row in (step.counted, step.wanted))
     cause, text = _EVIDENCE[kind]
     text = text.format(sizes=" + ".join(map(str, step.sizes)), counted=counted, wanted=wanted)
     findings.add(cause, f"At step {step.step} {text}.")
@@ -438,12 +438,12 @@ def study_ranks(findings: Findings, base: Off, shares: Outcome, run: Run, refere
     if plain is not None and plain.same:
         return
     if (nothing := compare_with(EVERYTHING, "all of the below")) is not None and nothing.first is None:
-        if (found := compare_with(BUT_RANDOM, "all but random state")) is not None and found.first is not None:
-            evidence = f"Forward draws other random numbers on a rank: without them the {found.first.kind} is the same."
+        if (trial := compare_with(BUT_RANDOM, "all but random state")) is not None and trial.first is not None:
+            evidence = f"Forward draws other random numbers on a rank: without them the {trial.first.kind} is the same."
             findings.add(Cause.RANDOM, evidence, OWN_GENERATOR)
-        found = compare_with(BUT_STATE, "all but changes of buffers in forward")
-        if found is not None and found.first is not None:
-            written = found.of_kind("buffer") or found.first
+        trial = compare_with(BUT_STATE, "all but changes of buffers in forward")
+        if trial is not None and trial.first is not None:
+            written = trial.of_kind("buffer") or trial.first
             findings.add(Cause.BUFFERS, f"Forward writes other values on each rank: {written}.")
     elif nothing is not None and nothing.first is not None:
         # Data, weights, rates and draws are the same, but the ranks differ: the reason is the task's own code.
@@ -462,18 +462,18 @@ def _add_values(findings: Findings, base: Off, run: Run, reference: Sequence[Tra
     """Add the causes that the runs show directly: other samples, other initial weights, other rates."""
 
     def compare_values(off: Off) -> TraceComparison | None:
-        if isinstance(found := run(off, "ranks"), str):
+        if isinstance(outcome := run(off, "ranks"), str):
             return None
         skip: tuple[Kind, ...] = ("loss", "gradient", "parameter", "buffer")
-        return compare(reference, found, tolerance_of(findings.subject), skip=skip)
+        return compare(reference, outcome, tolerance_of(findings.subject), skip=skip)
 
-    if (found := compare_values(NOTHING)) is None:
+    if (comparison := compare_values(NOTHING)) is None:
         return
-    if (data := found.of_kind("size", "sample")) is not None and "data" not in base:
+    if (data := comparison.of_kind("size", "sample")) is not None and "data" not in base:
         findings.add(Cause.DATA, f"The ranks do not train on what one process trains on: {data}.")
-    if (start := found.of_kind("initial parameter", "initial buffer")) is not None and "initial" not in base:
+    if (start := comparison.of_kind("initial parameter", "initial buffer")) is not None and "initial" not in base:
         findings.add(Cause.MODEL, f"The ranks start from another model than one process: {start}.")
     # An epoch of another length also changes the schedule, so with other data the rates are compared without that.
-    alone = found if data is None else compare_values(BUT_RATES)
-    if rate := found.of_kind("learning rate") and alone and alone.of_kind("learning rate"):
+    alone = comparison if data is None else compare_values(BUT_RATES)
+    if rate := comparison.of_kind("learning rate") and alone and alone.of_kind("learning rate"):
         findings.add(Cause.RATES, f"The ranks train with another {rate}.")

@@ -95,8 +95,8 @@ def diagnose(subject: Subject, processes: Processes, report: Callable[[str], Non
     def run(off: Off | None, division: Division) -> Outcome:
         outcomes = processes(lab.run, off, division, devices=subject.num_devices if division == "ranks" else 1)
         lab.num += 1
-        failed = [found for found in outcomes if isinstance(found, str)]
-        return failed[0] if failed else [trace for found in outcomes for trace in found]
+        failed = [outcome for outcome in outcomes if isinstance(outcome, str)]
+        return failed[0] if failed else [trace for outcome in outcomes for trace in outcome]
 
     # In reproducible mode, ranks must have the same masks and statistics.
     is_by_design = alone.again.same and not subject.settings.reproducible
@@ -129,8 +129,8 @@ def _train(
     subject, findings = alone.subject, Findings(alone.subject)
     report(plural(num, "rank"))
     try:
-        found = processes(perform, subject, _plain(subject, "ranks"), Given(), devices=num)
-        return alone, [trace for traces in found for trace in traces], remark
+        outcomes = processes(perform, subject, _plain(subject, "ranks"), Given(), devices=num)
+        return alone, [trace for traces in outcomes for trace in traces], remark
     except Exception as error:
         reason = str(error).partition("\n")[0]
         if isinstance(error, ModelMismatch):
@@ -172,9 +172,9 @@ def _with_fix(diagnosis: Diagnosis, run: Run, findings: Findings) -> Diagnosis:
         return diagnosis
     flag = f"--reproducible {findings.subject.num_devices}"
     one, ranks = run(None, "one"), run(None, "ranks")
-    if (found := findings.compare(f"{flag} instead", causes.PLAIN_PAIR, one, ranks, EXACT)) is None:
+    if (comparison := findings.compare(f"{flag} instead", causes.PLAIN_PAIR, one, ranks, EXACT)) is None:
         return diagnosis
-    if found.same:
+    if comparison.same:
         return replace(diagnosis, tried=f"Tried: with {flag}, one process and the ranks are the same run, to the bit.")
     fix = causes.OWN_GENERATOR if diagnosis.cause is Cause.RANDOM else diagnosis.fix
     return replace(diagnosis, fix=fix, tried=f"Tried: {flag} alone does not help.")
@@ -211,11 +211,11 @@ def run_alone(subject: Subject, world: World) -> Alone:
     """Train in one process, twice, in float64 if that is possible."""
     experiment, why_single = _plain(subject, "one"), ""
     train = partial(perform_and_keep, experiment=experiment, world=world)
-    found = attempt(lambda: train(subject, given=Given()))
-    if isinstance(found, str):  # if float64 is not the reason, it fails again, and this is the error
-        why_single, subject = found, replace(subject, double=False)
-        found = train(subject, given=Given())
-    traces, given = found
+    outcome = attempt(lambda: train(subject, given=Given()))
+    if isinstance(outcome, str):  # if float64 is not the reason, it fails again, and this is the error
+        why_single, subject = outcome, replace(subject, double=False)
+        outcome = train(subject, given=Given())
+    traces, given = outcome
     subject = replace(subject, steps=tuple(given.samples))
     return Alone(subject, given, traces, compare(traces, train(subject, given=given)[0], EXACT), why_single)
 
@@ -365,25 +365,25 @@ class Verification(Shown):
 
 def sentences(verification: Verification) -> list[str]:
     """Return the verdict, a paragraph each: what is, then cause and fix for each cause."""
-    found = [verification.verdict]
+    paragraphs = [verification.verdict]
     num = len(verification.findings)
     for number, finding in enumerate(verification.findings, 1):
         which = f"Cause {number} of {num}" if num > 1 else "Cause"
-        found.append(f"{which}: {finding.cause}. {finding.evidence}")
-        found.append(f"Fix: {finding.fix} {finding.tried}".rstrip())
+        paragraphs.append(f"{which}: {finding.cause}. {finding.evidence}")
+        paragraphs.append(f"Fix: {finding.fix} {finding.tried}".rstrip())
     failed = [row for row in verification.rows if row.error]
     if not verification.same and not verification.findings:
-        found.append(
+        paragraphs.append(
             "No cause was found: turning off each of the features below did not make the runs the same. "
             "Check how the first tensor that differs is computed, and whether that can depend on the rank."
         )
     elif not verification.same and not verification.explained:
-        found.append("There may be more causes: run verify again after fixing these.")
+        paragraphs.append("There may be more causes: run verify again after fixing these.")
     if failed and not verification.explained:
-        found.append(
+        paragraphs.append(
             f"{len(failed)} of {len(verification.rows)} experiments failed, and exclude no cause: {failed[0].error}"
         )
-    return found
+    return paragraphs
 
 
 def _exactness(verification: Verification) -> str:
@@ -496,7 +496,7 @@ def verify_exchanges(
     if problems := [run for run in runs if isinstance(run, str)]:
         return Rules(name, strategy, (*rules, Rule(_SAME_BITS, False, problems[0])))
     traces = [trace for run in runs for trace in run if isinstance(trace, Trace)]
-    ends = [{name: each.digest for name, each in run.steps[-1].tensors["parameter"].items()} for run in traces]
+    ends = [{name: tensor.digest for name, tensor in run.steps[-1].tensors["parameter"].items()} for run in traces]
     others = [rank for rank, end in enumerate(ends) if end != ends[0]]
     words = f"checked with an exchange every {every} steps"
     rules.append(Rule(_SAME_BITS, not others, f"not on rank {others[0]} and rank 0 at the end" if others else words))

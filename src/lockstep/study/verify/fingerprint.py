@@ -59,17 +59,17 @@ def _signs(size: int) -> Tensor:
     return torch.randint(0, 2, (size,), generator=generator, dtype=torch.int8) * 2 - 1
 
 
-def distance(found: Fingerprint, expected: Fingerprint) -> float:
+def distance(actual: Fingerprint, expected: Fingerprint) -> float:
     """Return the norm of the difference of two tensors; infinite if shapes differ, or one is not finite.
 
     An estimate for tensors of more than `SIZE` elements, but 0 only for tensors of the same bits or equal sums.
     """
     # First, because NaN is not equal to itself, and two runs may have the same NaN.
-    if found.digest == expected.digest:
+    if actual.digest == expected.digest:
         return 0.0
-    if found.shape != expected.shape:
+    if actual.shape != expected.shape:
         return math.inf
-    apart = float((found.values - expected.values).norm())
+    apart = float((actual.values - expected.values).norm())
     return apart if math.isfinite(apart) else math.inf
 
 
@@ -137,15 +137,15 @@ class Trace:
 
 def read_rates(optimizer: Optimizer) -> dict[str, float]:
     """Return every number of the optimizer's groups by name, the learning rates first."""
-    found = {}
+    rates = {}
     for index, group in enumerate(optimizer.param_groups):
         for name in sorted(group.keys() - {"params", "initial_lr"}, key=lambda name: (name != "lr", name)):
             is_many = isinstance(group[name], (tuple, list))
             for place, value in enumerate(group[name] if is_many else [group[name]]):
                 is_number = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
                 if is_number and not isinstance(value, bool):
-                    found[f"{name}{f'[{place}]' if is_many else ''} of group {index}"] = float(value)
-    return found
+                    rates[f"{name}{f'[{place}]' if is_many else ''} of group {index}"] = float(value)
+    return rates
 
 
 # The differences of two runs: the first tensor that differs, and the largest difference.
@@ -228,7 +228,7 @@ class TraceComparison:
 
     def of_kind(self, *kinds: Kind) -> Difference | None:
         """Return the first difference of the first of ``kinds`` that has one."""
-        return next((found for kind in kinds for found in self.differences if found.kind == kind), None)
+        return next((difference for kind in kinds for difference in self.differences if difference.kind == kind), None)
 
     def __str__(self) -> str:
         """Return the result in a few words."""
@@ -236,94 +236,94 @@ class TraceComparison:
 
 
 def compare(
-    expected: Sequence[Trace], found: Sequence[Trace], tolerance: Tolerance, *, skip: Sequence[Kind] = ()
+    expected: Sequence[Trace], actual: Sequence[Trace], tolerance: Tolerance, *, skip: Sequence[Kind] = ()
 ) -> TraceComparison:
     """Compare two runs, given the traces of all their processes or shares.
 
     Args:
-        expected: One trace, or as many as ``found``.
-        found: A trace for each rank or share.
+        expected: One trace, or as many as ``actual``.
+        actual: A trace for each rank or share.
         tolerance: The differences that count as equal.
         skip: Kinds that are not compared.
     """
     # One process against many: each of them should have the same trace, except for the samples.
-    expected = expected if len(expected) == len(found) else list(expected) * len(found)
-    compared = [one for one in _compare_all(expected, found, tolerance) if one.kind not in skip]
+    expected = expected if len(expected) == len(actual) else list(expected) * len(actual)
+    compared = [one for one in _compare_all(expected, actual, tolerance) if one.kind not in skip]
     worst: dict[str, float] = dict.fromkeys((kind for kind in KINDS if kind not in skip), 0.0)
     for difference in compared:
         worst[difference.kind] = max(worst[difference.kind], difference.size)
     return TraceComparison(tuple(difference for difference in compared if difference.words), worst)
 
 
-def _compare_all(expected: Sequence[Trace], found: Sequence[Trace], tolerance: Tolerance) -> Iterator[Difference]:
+def _compare_all(expected: Sequence[Trace], actual: Sequence[Trace], tolerance: Tolerance) -> Iterator[Difference]:
     """Yield every difference in any bit."""
     for name, size in expected[0].sizes.items():
-        if ranks := [rank for rank, trace in enumerate(found) if trace.sizes[name] != size]:
-            words = f"{found[ranks[0]].sizes[name]} instead of {size}"
-            yield Difference("size", None, name, _some(ranks, found), math.inf, words)
-    models = [(theirs.initial, ours.initial) for theirs, ours in zip(expected, found, strict=True)]
+        if ranks := [rank for rank, trace in enumerate(actual) if trace.sizes[name] != size]:
+            words = f"{actual[ranks[0]].sizes[name]} instead of {size}"
+            yield Difference("size", None, name, _some(ranks, actual), math.inf, words)
+    models = [(reference.initial, trace.initial) for reference, trace in zip(expected, actual, strict=True)]
     yield from _compare_tensors(models, None, tolerance, "initial parameter")
     yield from _compare_tensors(models, None, tolerance, "initial buffer")
     for number, step in enumerate(expected[0].steps):
-        ours = [trace.steps[number] for trace in found]
-        yield from _compare_samples(step, ours, is_stream=expected[0].is_stream)
-        yield from _compare_losses(step, ours, tolerance)
-        yield from _compare_rates(step, ours)
-        models = [(trace.steps[number].tensors, one.tensors) for trace, one in zip(expected, ours, strict=True)]
+        steps = [trace.steps[number] for trace in actual]
+        yield from _compare_samples(step, steps, is_stream=expected[0].is_stream)
+        yield from _compare_losses(step, steps, tolerance)
+        yield from _compare_rates(step, steps)
+        models = [(trace.steps[number].tensors, one.tensors) for trace, one in zip(expected, steps, strict=True)]
         yield from _compare_tensors(models, step.step, tolerance, "gradient")
         yield from _compare_tensors(models, step.step, tolerance, "parameter")
         yield from _compare_tensors(models, step.step, tolerance, "buffer")
 
 
-def _compare_samples(expected: StepTrace, found: Sequence[StepTrace], *, is_stream: bool) -> Iterator[Difference]:
-    parts, ranks = [step.samples for step in found], []
-    if is_stream or len(found) == 1:  # each process has all samples
+def _compare_samples(expected: StepTrace, actual: Sequence[StepTrace], *, is_stream: bool) -> Iterator[Difference]:
+    parts, ranks = [step.samples for step in actual], []
+    if is_stream or len(actual) == 1:  # each process has all samples
         ranks = [rank for rank, samples in enumerate(parts) if samples != expected.samples]
-        ours = parts[ranks[0]] if ranks else expected.samples
+        loaded = parts[ranks[0]] if ranks else expected.samples
     else:
-        ours = tuple(sample for part in parts for sample in part)
-    if ours != expected.samples:
-        words = _sample_words(expected.samples, ours)
-        yield Difference("sample", expected.step, "batch", _some(ranks, found), math.inf, words)
+        loaded = tuple(sample for part in parts for sample in part)
+    if loaded != expected.samples:
+        words = _sample_words(expected.samples, loaded)
+        yield Difference("sample", expected.step, "batch", _some(ranks, actual), math.inf, words)
 
 
-def _sample_words(expected: tuple[bytes, ...], found: tuple[bytes, ...]) -> str:
-    if len(found) != len(expected):
-        return f"{len(found)} samples instead of {len(expected)}"
-    if sorted(found) == sorted(expected):
+def _sample_words(expected: tuple[bytes, ...], actual: tuple[bytes, ...]) -> str:
+    if len(actual) != len(expected):
+        return f"{len(actual)} samples instead of {len(expected)}"
+    if sorted(actual) == sorted(expected):
         return "the same samples in another order"
-    wrong = sum(a != b for a, b in zip(expected, found, strict=True))
+    wrong = sum(a != b for a, b in zip(expected, actual, strict=True))
     return f"{wrong} of {len(expected)} samples are others"
 
 
-def _compare_losses(expected: StepTrace, found: Sequence[StepTrace], tolerance: Tolerance) -> Iterator[Difference]:
+def _compare_losses(expected: StepTrace, actual: Sequence[StepTrace], tolerance: Tolerance) -> Iterator[Difference]:
     # All ranks have the loss of the global batch, so only the rank with the largest difference is named.
     prints = [
-        fingerprint(torch.tensor(loss, dtype=torch.float64)) for loss in (expected.loss, *(one.loss for one in found))
+        fingerprint(torch.tensor(loss, dtype=torch.float64)) for loss in (expected.loss, *(one.loss for one in actual))
     ]
     sizes = [_relative_distance(prints[0], one, tolerance.floor) for one in prints[1:]]
     if size := max(sizes):
-        loss = found[sizes.index(size)].loss
+        loss = actual[sizes.index(size)].loss
         words = f"{loss:.6g} instead of {expected.loss:.6g}" if size > tolerance.relative else ""
         yield Difference("loss", expected.step, "loss", (), size, words)
 
 
-def _compare_rates(expected: StepTrace, found: Sequence[StepTrace]) -> Iterator[Difference]:
+def _compare_rates(expected: StepTrace, actual: Sequence[StepTrace]) -> Iterator[Difference]:
     # Without a tolerance: all processes compute rates from step and settings alone, by the same operations.
-    for name in {**expected.rates, **found[0].rates}:
-        theirs = expected.rates.get(name)
-        if ranks := [rank for rank, step in enumerate(found) if step.rates.get(name) != theirs]:
-            ours = found[ranks[0]].rates.get(name)
-            size = abs(ours - theirs) / abs(theirs) if ours is not None and theirs else math.inf
-            words = f"{ours} instead of {theirs}"
-            yield Difference("learning rate", expected.step, name, _some(ranks, found), size, words)
+    for name in {**expected.rates, **actual[0].rates}:
+        rate = expected.rates.get(name)
+        if ranks := [rank for rank, step in enumerate(actual) if step.rates.get(name) != rate]:
+            rank_rate = actual[ranks[0]].rates.get(name)
+            size = abs(rank_rate - rate) / abs(rate) if rank_rate is not None and rate else math.inf
+            words = f"{rank_rate} instead of {rate}"
+            yield Difference("learning rate", expected.step, name, _some(ranks, actual), size, words)
 
 
 def _compare_tensors(
     models: Sequence[tuple[ModelFingerprint, ModelFingerprint]], step: int | None, tolerance: Tolerance, kind: Kind
 ) -> Iterator[Difference]:
     key = kind.removeprefix("initial ")
-    pairs = [(theirs[key], ours[key]) for theirs, ours in models]
+    pairs = [(reference[key], model[key]) for reference, model in models]
     # A gradient that should be zero is compared with the norm of all gradients.
     scale = math.hypot(*(one.norm for one in pairs[0][0].values()))
     # Buffers are unrelated, so each is compared with its own norm. From a gradient that is pure rounding, Adam makes
@@ -331,34 +331,34 @@ def _compare_tensors(
     floor = 0.0 if "buffer" in kind else tolerance.floor * (10 if kind == "parameter" else 1)
     least = floor * scale if math.isfinite(scale) else 0.0
     for name in {**pairs[0][0], **pairs[0][1]}:
-        sizes = [_relative_distance(theirs.get(name), ours.get(name), least) for theirs, ours in pairs]
+        sizes = [_relative_distance(reference.get(name), tensors.get(name), least) for reference, tensors in pairs]
         if not any(sizes):
             continue
         ranks = [rank for rank, size in enumerate(sizes) if size > tolerance.relative]
-        theirs, ours = pairs[ranks[0] if ranks else 0]
-        words = _tensor_words(theirs.get(name), ours.get(name), max(sizes)) if ranks else ""
+        reference, tensors = pairs[ranks[0] if ranks else 0]
+        words = _tensor_words(reference.get(name), tensors.get(name), max(sizes)) if ranks else ""
         yield Difference(kind, step, name, _some(ranks, models), max(sizes), words)
 
 
-def _relative_distance(expected: Fingerprint | None, found: Fingerprint | None, least: float) -> float:
-    if expected is None or found is None:
-        return 0.0 if expected is found else math.inf
-    apart, norm = distance(found, expected), max(expected.norm, least)
+def _relative_distance(expected: Fingerprint | None, actual: Fingerprint | None, least: float) -> float:
+    if expected is None or actual is None:
+        return 0.0 if expected is actual else math.inf
+    apart, norm = distance(actual, expected), max(expected.norm, least)
     if apart == 0.0:
         return 0.0
     return apart / norm if norm > 0 and math.isfinite(norm) else math.inf
 
 
-def _tensor_words(expected: Fingerprint | None, found: Fingerprint | None, size: float) -> str:
-    if found is None:
+def _tensor_words(expected: Fingerprint | None, actual: Fingerprint | None, size: float) -> str:
+    if actual is None:
         return "there is none"
     if expected is None:
         return "there should be none"
-    if expected.shape != found.shape:
-        return f"of shape {found.shape} instead of {expected.shape}"
-    return "not finite" if not math.isfinite(found.norm) else f"off by {size:.1e} of its size"
+    if expected.shape != actual.shape:
+        return f"of shape {actual.shape} instead of {expected.shape}"
+    return "not finite" if not math.isfinite(actual.norm) else f"off by {size:.1e} of its size"
 
 
-def _some(ranks: Sequence[int], found: Sequence[object]) -> tuple[int, ...]:
+def _some(ranks: Sequence[int], items: Sequence[object]) -> tuple[int, ...]:
     """Return the ranks, or an empty tuple if it is all of them."""
-    return tuple(ranks) if len(ranks) < len(found) else ()
+    return tuple(ranks) if len(ranks) < len(items) else ()

@@ -122,12 +122,12 @@ class NoBatchStatistics(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.batch_norm:
             return func(*args, **(kwargs or {}))
-        given = inspect.signature(func).bind(*args, **(kwargs or {})).arguments
-        x, mean, var = given["input"], given.get("running_mean"), given.get("running_var")
+        bound = inspect.signature(func).bind(*args, **(kwargs or {})).arguments
+        x, mean, var = bound["input"], bound.get("running_mean"), bound.get("running_var")
         # A layer that keeps no statistics gets a mean of 0 and a variance of 1.
         mean = x.new_zeros(x.shape[1]) if mean is None else mean
         var = x.new_ones(x.shape[1]) if var is None else var
-        return F.batch_norm(x, mean, var, given.get("weight"), given.get("bias"), False, eps=given.get("eps", 1e-5))
+        return F.batch_norm(x, mean, var, bound.get("weight"), bound.get("bias"), False, eps=bound.get("eps", 1e-5))
 
 
 def is_batch_norm(module: nn.Module) -> bool:
@@ -272,8 +272,8 @@ class _SameKind(type):
     """The class of a stand-in for a class, of which instances of the original are instances, too."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        own = vars(cls).get("original")  # none in a subclass that the task defines
-        return super().__instancecheck__(instance) if own is None else isinstance(instance, own)
+        original = vars(cls).get("original")  # none in a subclass that the task defines
+        return super().__instancecheck__(instance) if original is None else isinstance(instance, original)
 
 
 def _seen_class(label: str, kind: type, constant: Callable[..., Any]) -> Any:
@@ -350,8 +350,8 @@ def _name(func: Any, args: Any, kwargs: Any) -> str:
 def _dropout(func: Any, args: Any, kwargs: Any) -> float | None:
     """Return with which probability this call of attention drops out; None of other operators."""
     names = [argument.name for argument in schema_of(func).arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
-    return given.get("dropout_p", 0.0) if "dropout_p" in names else None
+    bound = dict(zip(names, args, strict=False)) | kwargs
+    return bound.get("dropout_p", 0.0) if "dropout_p" in names else None
 
 
 def _constant(func: Any, args: Any, kwargs: Any) -> Any:
@@ -393,10 +393,10 @@ _COUNTERFACTUAL = 40
 def digest(sample: Any) -> bytes:
     """Return a digest of a sample of any structure: equal for equal values, in any process."""
     leaves, structure = tree_flatten(dict(sample) if isinstance(sample, Mapping) else sample)
-    found = blake2b(str(structure).encode(), digest_size=12)
+    hasher = blake2b(str(structure).encode(), digest_size=12)
     for leaf in leaves:
-        found.update(fingerprint(leaf).digest if isinstance(leaf, Tensor) else cloudpickle.dumps(leaf))
-    return found.digest()
+        hasher.update(fingerprint(leaf).digest if isinstance(leaf, Tensor) else cloudpickle.dumps(leaf))
+    return hasher.digest()
 
 
 # Index, value and digest.
@@ -436,8 +436,8 @@ class SampleRecorder:
         assert self.given is not None
         # In order, because the same index may have another value in another epoch.
         for step in sorted(step for step in self.given.samples if step >= self.step):
-            for known, sample in self.given.samples[step]:
-                if known == index:
+            for loaded_index, sample in self.given.samples[step]:
+                if loaded_index == index:
                     return sample
         raise LookupError(f"sample {index} was not loaded in step {self.step} by one process")
 
@@ -602,7 +602,7 @@ class SandboxedTask:
 
     def _optimizer(self, model: nn.Module) -> Any:
         if self._sandbox.experiment.is_sgd:
-            return torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.01)
+            return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
         with self._sandbox.rank_view():
             optimizer = call_optimizer(self._plain.optimizer, model)
         if isinstance(optimizer, Optimizer):
@@ -618,8 +618,8 @@ class SandboxedTask:
         self.gradients = fingerprint_model(self.built)["gradient"]
         number, given = len(self.rates), self._sandbox.given.rates
         if "rates" in self._sandbox.experiment.off and number < len(given):
-            for group, known in zip(optimizer.param_groups, given[number], strict=False):
-                group.update({key: value for key, value in known.items() if key in group})
+            for group, rates in zip(optimizer.param_groups, given[number], strict=False):
+                group.update({key: value for key, value in rates.items() if key in group})
         self.rates.append([{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups])
 
     def _loss(self, model: nn.Module, batch: Any) -> Tensor | Loss:
@@ -638,9 +638,9 @@ class SandboxedTask:
             sandbox.watch.active = True
             result = self._plain.loss(model, batch)
         if not sandbox.experiment.watched:
-            known = {*map(id, model.parameters()), *sandbox.outside}
+            ids = {*map(id, model.parameters()), *sandbox.outside}
             for leaf in _leaves(result.total if isinstance(result, Loss) else result):
-                if id(leaf) not in known:
+                if id(leaf) not in ids:
                     sandbox.outside[id(leaf)] = leaf, fingerprint(leaf).digest
         if "weights" not in off:
             return result
@@ -656,7 +656,7 @@ def _leaves(loss: Tensor) -> Iterator[nn.Parameter]:
     while nodes:
         if (node := nodes.pop()) is not None and node not in seen:
             seen.add(node)
-            nodes += [each for each, _ in node.next_functions]
+            nodes += [child for child, _ in node.next_functions]
             if isinstance(leaf := getattr(node, "variable", None), nn.Parameter):
                 yield leaf
 
@@ -685,14 +685,14 @@ def open_sandbox(subject: Subject, experiment: Experiment, given: Given) -> Iter
 @contextmanager
 def _modules_forgotten(task: str | bytes) -> Iterator[None]:
     """At the end, forget modules in the folder of the task's file, so that the next run imports them again."""
-    kept_path, kept = list(sys.path), set(sys.modules)
+    kept_path, modules_before = list(sys.path), set(sys.modules)
     try:
         yield
     finally:
         sys.path[:] = kept_path
         # Only files in the task's folder: a library that is imported twice has two copies of each class.
         folder = Path(task.rpartition(".py")[0]).resolve().parent if isinstance(task, str) else None
-        for name in set(sys.modules) - kept:
+        for name in set(sys.modules) - modules_before:
             file = getattr(sys.modules[name], "__file__", None)
             if folder is not None and file and Path(file).resolve().is_relative_to(folder):
                 del sys.modules[name]

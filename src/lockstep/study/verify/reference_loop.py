@@ -70,9 +70,9 @@ class ReferenceLoop:
                     buffer.copy_(first)
         samples = self._given.samples[step]
         parts = []
-        for share, mine in zip(self.shares, divide(samples, len(self.shares), self.sizes), strict=True):
+        for share, share_samples in zip(self.shares, divide(samples, len(self.shares), self.sizes), strict=True):
             share.optimizer.zero_grad(set_to_none=True)
-            part = share.forward(mine, step)
+            part = share.forward(share_samples, step)
             # The weight of a share is its part of the samples, times the number of ranks, since the engine takes the
             # mean over ranks. So code that changes gradients in backward gets the same numbers.
             (part.value * (part.weight / len(samples) * len(self.shares))).backward()
@@ -164,7 +164,7 @@ def perform_and_keep(subject: Subject, experiment: Experiment, given: Given, wor
                 loss, rates = loop.step(step)
             loaded = [one for task in sandbox.tasks for one in task.recorder.end_step()]
             samples[step] = [(index, sample) for index, sample, _ in loaded]
-            digests = tuple(found for _, _, found in loaded)
+            digests = tuple(sample_digest for _, _, sample_digest in loaded)
             for task, model, so_far in zip(sandbox.tasks, loop.models, steps, strict=True):
                 # Gradients are those passed to the optimizer: the loop may have freed or zeroed them since.
                 tensors = fingerprint_model(model)
@@ -243,7 +243,7 @@ def explain(steps: Sequence[StepWeights]) -> tuple[str, StepWeights]:
 def measure_weights(subject: Subject, given: Given, off: Off, device: torch.device) -> list[StepWeights]:
     """Train in one process, and find for each step the weights with which its shares add up."""
     experiment = Experiment("one", off | {"random", "batchnorm", "state", "data", "rates"})
-    found, num_devices = [], subject.num_devices
+    weights, num_devices = [], subject.num_devices
     with open_sandbox(subject, experiment, given) as sandbox:
         loop = ReferenceLoop(sandbox, 1, device)  # all parts in one model, at the same weights
         for step, following in zip(subject.steps, (*subject.steps[1:], subject.steps[0]), strict=True):
@@ -252,13 +252,13 @@ def measure_weights(subject: Subject, given: Given, off: Off, device: torch.devi
             others = [*given.samples[following], *samples][1 : len(samples) + 1]
             with sandbox.step(step):
                 measured, other = (
-                    [_measure(loop.shares[0], part, step) for part in (each, *divide(each, num_devices, given.sizes))]
-                    for each in (samples, others)
+                    [_measure(loop.shares[0], part, step) for part in (batch, *divide(batch, num_devices, given.sizes))]
+                    for batch in (samples, others)
                 )
                 again = _measure(loop.shares[0], samples, step)
                 loop.step(step)
-            found.append(_solve(step, 1e-7 if subject.double else 3e-3, measured, other, again))
-    return found
+            weights.append(_solve(step, 1e-7 if subject.double else 3e-3, measured, other, again))
+    return weights
 
 
 @dataclass(frozen=True)
@@ -301,8 +301,8 @@ class _Division:
         self._size = max(float(self.whole.norm()), float(self._parts.norm()) * 1e-3, 1e-300)
         self._limit = limit * self._size
 
-    def is_close(self, found: Tensor, expected: Tensor) -> bool:
-        return float((found - expected).norm()) <= self._limit
+    def is_close(self, actual: Tensor, expected: Tensor) -> bool:
+        return float((actual - expected).norm()) <= self._limit
 
     def rest(self, weights: Tensor) -> Tensor:
         """Return what is missing if shares have these weights."""
@@ -312,8 +312,8 @@ class _Division:
         """Return the weights of the nearest combination; with an importance, they should add up to 1."""
         last = torch.full((1, 1 + self._parts.shape[1]), importance_of_sum * self._size, dtype=self.whole.dtype)
         rows = torch.cat([torch.cat([self._parts, self.whole.unsqueeze(1)], dim=1), last])
-        found: Tensor = torch.linalg.lstsq(rows[:, :-1], rows[:, -1:], driver="gelsd").solution
-        return found.flatten()
+        solution: Tensor = torch.linalg.lstsq(rows[:, :-1], rows[:, -1:], driver="gelsd").solution
+        return solution.flatten()
 
 
 def _solve(
@@ -342,35 +342,35 @@ def _solve(
         ones = torch.ones_like(as_counted)
         # Simple explanations first: similar shares can be combined in many ways.
         tried = as_counted, division.solve(1.0), ones, division.solve(0.0)
-        if found := [weights for weights in tried if division.is_close(division.rest(weights), nothing)]:
-            known = dict(zip(usable, found[0].tolist(), strict=True))
-            wanted = [known.get(share, 0.0) for share in range(len(parts))]
-            fits |= _kinds_of(found, as_counted, slack=10 * max(limit, 1e-6))
+        if solutions := [weights for weights in tried if division.is_close(division.rest(weights), nothing)]:
+            by_share = dict(zip(usable, solutions[0].tolist(), strict=True))
+            wanted = [by_share.get(share, 0.0) for share in range(len(parts))]
+            fits |= _kinds_of(solutions, as_counted, slack=10 * max(limit, 1e-6))
         elif usable == filled and abs(division.rest(as_counted)[-1]) <= limit * abs(whole.vector[-1]):
             fits.add("clipped")
         if usable != filled:
             fits.discard("right")
-        elif all(each.is_finite for each in others):
+        elif all(part.is_finite for part in others):
             # What does not add up is the same for other samples: it does not depend on them.
             other = _Division(others, usable, limit)
             pairs = (("term", as_counted), ("sum", ones))
-            fits |= {kind for kind, each in pairs if division.is_close(division.rest(each), other.rest(each))}
+            fits |= {kind for kind, weights in pairs if division.is_close(division.rest(weights), other.rest(weights))}
         if not division.is_close(again.vector, whole.vector):
             fits = {"state"}
     # A loss that is not zero, but depends on no parameter at these weights.
-    constant = [bool(each.size and each.vector[-1]) and not each.vector[:-1].any() for each in (whole, *parts)]
+    constant = [bool(part.size and part.vector[-1]) and not part.vector[:-1].any() for part in (whole, *parts)]
     if "right" not in fits and sum(constant) not in (0, len(constant)):
         fits.add("clamped")
     factors = tuple(weight * sum(sizes) / size if size else 1.0 for weight, size in zip(wanted, sizes, strict=True))
     return StepWeights(step, frozenset(fits), sizes, tuple(counted), tuple(wanted), factors)
 
 
-def _kinds_of(found: Sequence[Tensor], counted: Tensor, slack: float) -> set[str]:
+def _kinds_of(solutions: Sequence[Tensor], counted: Tensor, slack: float) -> set[str]:
     """Return the kinds of loss that fit, by the weights with which the shares add up to the whole."""
-    kinds = {"sum"} if any(bool((weights == 1).all()) for weights in found) else set()
-    if found[0] is counted:  # also other kinds may look right in a step, but not a sum
+    kinds = {"sum"} if any(bool((weights == 1).all()) for weights in solutions) else set()
+    if solutions[0] is counted:  # also other kinds may look right in a step, but not a sum
         return kinds | {"right", "clamped", "mean", "clipped"} | ({"single"} if len(counted) == 1 else set())
-    for weights in found:
+    for weights in solutions:
         ratios = weights / counted
         if float(weights.max()) > 1 - slack and float(weights.abs().sum()) < 1 + slack:
             kinds.add("single")

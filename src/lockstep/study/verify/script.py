@@ -85,9 +85,9 @@ def verify_script(
             f"Run it: lockstep run --devices 1 {' '.join(command)}"
         )
     ranks, failure = runs.run(devices)
-    if any(_other_samples(expected, found) for expected, found, *_ in _passes(one, ranks)):
+    if any(_other_samples(expected, actual) for expected, actual, *_ in _passes(one, ranks)):
         # On rank 0, whose seeds are those of one process: padded with the rest of the batch, for example.
-        one, *ranks = (replace(each, is_augmented=True) for each in (one, *ranks))
+        one, *ranks = (replace(trace, is_augmented=True) for trace in (one, *ranks))
     remark = failure and f"The script has failed on {plural(devices, 'rank')}:\n{failure}"
     if one.is_half:
         remark += f"As the script computes in less than fp32, tensors may differ by {_HALF.relative:.0%} of their size."
@@ -105,7 +105,7 @@ def verify_script(
         clean_ranks, _ = runs.run(devices, *off)
         if _numbers(clean, clean_ranks):
             by_index = one.is_augmented
-            one, *ranks = (replace(each, is_augmented=by_index) for each in (clean, *clean_ranks))
+            one, *ranks = (replace(trace, is_augmented=by_index) for trace in (clean, *clean_ranks))
             without = compare_traces(one, ranks)
             rows.append(Row(" and ".join(off), "one rank, ranks", str(without), without.same))
             if without.same:
@@ -113,8 +113,8 @@ def verify_script(
     last = compare_traces(one, ranks)
     if not last.same:
         findings += _of_ranks(ranks, one.norms)
-        first = next((each for each in last.differences if each.kind in ("gradient", "parameter", "buffer")), None)
-        if first is not None and not _EXPLAINS & {found.cause for found in findings}:
+        first = next((diff for diff in last.differences if diff.kind in ("gradient", "parameter", "buffer")), None)
+        if first is not None and not _EXPLAINS & {finding.cause for finding in findings}:
             findings += _of_means(one, ranks, first)
         if not findings:
             (again, *_), _ = runs.run(1, *off)
@@ -123,14 +123,14 @@ def verify_script(
             if repeated.first is not None:
                 evidence = f"One rank, run twice, gives another {repeated.first}."
                 findings.append(_diagnosis(Cause.OPERATOR, evidence))
-    by_design = [] if Cause.MASKS in {found.cause for found in findings} else [*apart_from.values()]
+    by_design = [] if Cause.MASKS in {finding.cause for finding in findings} else [*apart_from.values()]
     return replace(
         result,
         same=comparison.same and not findings,
         apart_from=() if findings else tuple(apart_from),
         comparison=comparison,
         # Of each cause the first.
-        findings=tuple({found.cause: found for found in reversed([*findings, *by_design])}.values())[::-1],
+        findings=tuple({finding.cause: finding for finding in reversed([*findings, *by_design])}.values())[::-1],
         rows=tuple(rows),
         explained=last.same,
     )
@@ -142,8 +142,8 @@ def _by_design(off: Sequence[str], one: ScriptTrace) -> Iterator[tuple[str, Diag
         is_dropout = all("bernoulli" in draw or "dropout" in draw for draw in one.draws)
         what = "dropout masks" if is_dropout else "random numbers in forward"
         draws = ", ".join(one.draws) or "in the data set"
-        found = _diagnosis(Cause.RANDOM, f"Each rank draws its own random numbers ({draws}).")
-        yield what if one.draws else "random augmentation", found
+        diagnosis = _diagnosis(Cause.RANDOM, f"Each rank draws its own random numbers ({draws}).")
+        yield what if one.draws else "random augmentation", diagnosis
     if "batchnorm" in off:
         norms = ", ".join(one.norms[:3])
         evidence = f"Each rank normalises with the mean and variance of its own samples ({norms})."
@@ -156,7 +156,7 @@ def _diagnosis(cause: Cause, evidence: str) -> Diagnosis:
 
 def _numbers(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> tuple[int, ...]:
     """Return the numbers of the updates that all have made."""
-    return tuple(range(min(len(each.steps) for each in (one, *ranks))))
+    return tuple(range(min(len(trace.steps) for trace in (one, *ranks))))
 
 
 class _Runs:
@@ -188,17 +188,17 @@ def _read(path: Path) -> ScriptTrace:
     """Return the trace of a rank; an empty one if it was killed."""
     if not path.exists():
         return ScriptTrace({}, {}, ())
-    found: ScriptTrace = pickle.loads(path.read_bytes())
-    return found
+    trace: ScriptTrace = pickle.loads(path.read_bytes())
+    return trace
 
 
 def compare_traces(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> TraceComparison:
     """Compare the updates of one rank with those of N."""
     numbers = _numbers(one, ranks)
-    found = compare(_together([one], numbers), _together(ranks, numbers), _HALF if one.is_half else SINGLE)
+    comparison = compare(_together([one], numbers), _together(ranks, numbers), _HALF if one.is_half else SINGLE)
     # A script may scale the loss of a part as it likes, if its gradients are right.
-    is_same = all(each.kind == "loss" for each in found.differences)
-    return replace(found, differences=()) if is_same else found
+    is_same = all(difference.kind == "loss" for difference in comparison.differences)
+    return replace(comparison, differences=()) if is_same else comparison
 
 
 def _together(ranks: Sequence[ScriptTrace], numbers: Sequence[int]) -> list[Trace]:
@@ -213,7 +213,7 @@ def _together(ranks: Sequence[ScriptTrace], numbers: Sequence[int]) -> list[Trac
         samples = tuple(sorted(sample for part in parts for sample in part))
         for rank, step in enumerate(of_ranks):
             steps[rank].append(replace(step, loss=loss, samples=() if rank else samples))
-    return [replace(rank, steps=tuple(each)) for rank, each in zip(ranks, steps, strict=True)]
+    return [replace(rank, steps=tuple(rank_steps)) for rank, rank_steps in zip(ranks, steps, strict=True)]
 
 
 # What loaders, generators and schedules show, whatever the numbers are.
@@ -242,8 +242,8 @@ def _structural(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> Iterator[Diag
     if not samples and {*counts} != {len(one.steps)}:
         text = " and ".join(f"rank {rank} {count}" for rank, count in enumerate(counts))
         yield _diagnosis(Cause.STEPS, f"One process makes {len(one.steps)} updates, {text}.")
-    evaluations = [[each for each in rank.passes if not each.is_training and each.indices] for rank in (one, *ranks)]
-    for whole, *parts in zip(*evaluations, strict=False):
+    evaluated = [[pass_ for pass_ in rank.passes if not pass_.is_training and pass_.indices] for rank in (one, *ranks)]
+    for whole, *parts in zip(*evaluated, strict=False):
         if problem := _problem_of_evaluation(whole, parts):
             yield _diagnosis(Cause.EVALUATION, f"An evaluation of {whole.dataset} on {who}: {problem}.")
             break
@@ -251,7 +251,7 @@ def _structural(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> Iterator[Diag
 
 def _consecutive(passes: Sequence[Pass]) -> Iterator[tuple[Pass, Pass]]:
     """Yield each two passes for training over the same data set."""
-    trained = [each for each in passes if each.is_training]
+    trained = [pass_ for pass_ in passes if pass_.is_training]
     yield from (pair for pair in pairwise(trained) if pair[0].dataset == pair[1].dataset)
 
 
@@ -264,21 +264,21 @@ def _of_samples(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> Iterator[Diag
     whole, parts = len(one.steps[0].indices), [len(rank.steps[0].indices) for rank in ranks]
     numbers, who = _numbers(one, ranks), plural(len(ranks), "rank")
     of_steps = [[sorted(rank.steps[number].samples) for rank in ranks] for number in numbers]
-    if len(ranks) > 1 and all(each[0] and all(part == each[0] for part in each) for each in of_steps):
+    if len(ranks) > 1 and all(lists[0] and all(part == lists[0] for part in lists) for lists in of_steps):
         evidence = (
             f"All ranks train on the same samples: {parts[0]} in the first update, where one process has {whole}."
         )
         yield _diagnosis(Cause.SAMPLER, evidence)
-    for expected, *found in _passes(one, ranks):
-        for rank, each in enumerate(found):
-            if not one.is_augmented and (wrong := _other_samples(expected, each)):
-                evidence = f"Sample {wrong[0]} of {each.dataset} on rank {rank} is not that of one process."
+    for expected, *passes in _passes(one, ranks):
+        for rank, pass_ in enumerate(passes):
+            if not one.is_augmented and (wrong := _other_samples(expected, pass_)):
+                evidence = f"Sample {wrong[0]} of {pass_.dataset} on rank {rank} is not that of one process."
                 yield _diagnosis(Cause.DATA, evidence)
     if sum(parts) == len(ranks) * whole and len(ranks) > 1:
         evidence = f"An update takes {sum(parts)} samples instead of {whole}: {parts[0]} on each of {who}."
         yield _diagnosis(Cause.BATCH, evidence)
-    for expected, *found in _passes(one, ranks):
-        counts, wanted = Counter(index for each in found for index in each.indices), Counter(expected.indices)
+    for expected, *passes in _passes(one, ranks):
+        counts, wanted = Counter(index for pass_ in passes for index in pass_.indices), Counter(expected.indices)
         twice, never = (counts - wanted).total(), len(wanted.keys() - counts.keys())
         if 0 < twice < len(ranks) and not never:
             yield _diagnosis(Cause.PADDED, f"{plural(twice, 'sample')} of {expected.dataset} count twice in an epoch.")
@@ -303,30 +303,30 @@ def _passes(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> Iterator[tuple[Pa
 
     A rank may also have a data set of its own, with its part of the samples.
     """
-    trained = [[each for each in rank.passes if each.is_training] for rank in (one, *ranks)]
-    for found in zip(*trained, strict=False):
-        if len({each.dataset for each in found}) == 1 and not found[0].is_stream:
-            yield found
+    trained = [[pass_ for pass_ in rank.passes if pass_.is_training] for rank in (one, *ranks)]
+    for passes in zip(*trained, strict=False):
+        if len({pass_.dataset for pass_ in passes}) == 1 and not passes[0].is_stream:
+            yield passes
 
 
-def _other_samples(expected: Pass, found: Pass) -> list[Any]:
+def _other_samples(expected: Pass, actual: Pass) -> list[Any]:
     """Return the indices at which two passes have loaded different samples."""
-    return [index for index, each in found.contents.items() if expected.contents.get(index, each) != each]
+    return [index for index, digest in actual.contents.items() if expected.contents.get(index, digest) != digest]
 
 
 def _problem_of_evaluation(whole: Pass, parts: Sequence[Pass]) -> str:
     """Return what is wrong with an evaluation, in which one process has read all; empty if nothing is."""
-    wanted, found = {*whole.indices}, [{*part.indices} for part in parts]
-    if whole.is_stream or any(len(part) >= len(wanted) for part in found):
+    wanted, read = {*whole.indices}, [{*part.indices} for part in parts]
+    if whole.is_stream or any(len(part) >= len(wanted) for part in read):
         return ""
     # Ranks may have data sets of their own, with other samples at the same indices.
     is_same = all(part.dataset == whole.dataset for part in parts)
-    num = len(set[object]().union(*found)) if is_same else sum(map(len, found))
+    num = len(set[object]().union(*read)) if is_same else sum(map(len, read))
     if num < len(wanted):
         return f"{num} of {len(wanted)} samples are evaluated"
     if any(part.is_combined for part in parts):
         return ""
-    sizes = " and ".join(str(len(part)) for part in found)
+    sizes = " and ".join(str(len(part)) for part in read)
     return f"each evaluates its part ({sizes} of {len(wanted)} samples), and the results are not combined"
 
 
@@ -339,7 +339,7 @@ _EXPLAINS |= {Cause.BESIDE, Cause.UNREDUCED, Cause.UPDATE, Cause.CLIPPED, Cause.
 
 def _of_ranks(ranks: Sequence[ScriptTrace], norms: Collection[str]) -> Iterator[Diagnosis]:
     """Yield why ranks do not hold the same: their gradients at an update, their attributes, their buffers."""
-    starts = len({tuple(each.digest for each in rank.initial["parameter"].values()) for rank in ranks}) > 1
+    starts = len({tuple(tensor.digest for tensor in rank.initial["parameter"].values()) for rank in ranks}) > 1
     for number in _numbers(ranks[0], ranks):
         steps = [rank.steps[number] for rank in ranks]
         unequal = _unequal(steps, "gradient")
@@ -347,8 +347,8 @@ def _of_ranks(ranks: Sequence[ScriptTrace], norms: Collection[str]) -> Iterator[
             evidence = f"The optimizer updates {', '.join(outside[:3])}, which no data-parallel wrapper has."
             yield _diagnosis(Cause.BESIDE, evidence)
         elif unequal:
-            how = ": forward was called on the module in the wrapper, or backward in no_sync" * steps[0].bypassed
-            text = f"The gradient of {unequal[0]} differs between the ranks at the update of step {number}{how}."
+            reason = ": forward was called on the module in the wrapper, or backward in no_sync" * steps[0].bypassed
+            text = f"The gradient of {unequal[0]} differs between the ranks at the update of step {number}{reason}."
             yield _diagnosis(Cause.UNREDUCED, text)
         has_same = not unequal and not starts and all(step.rates == steps[0].rates for step in steps)
         if has_same and (names := _unequal(steps, "parameter")):
@@ -359,7 +359,7 @@ def _of_ranks(ranks: Sequence[ScriptTrace], norms: Collection[str]) -> Iterator[
             yield _diagnosis(Cause.CLIPPED, text)
         # Batch norm's statistics differ until the next forward.
         buffers = [
-            each for each in _unequal(steps, "buffer") if each.rpartition(".")[0].rpartition(":")[2] not in norms
+            name for name in _unequal(steps, "buffer") if name.rpartition(".")[0].rpartition(":")[2] not in norms
         ]
         if buffers:
             yield _diagnosis(Cause.BUFFERS, f"{buffers[0]} differs between the ranks at step {number}.")
@@ -405,34 +405,34 @@ def _of_means(one: ScriptTrace, ranks: Sequence[ScriptTrace], first: Difference)
 
 def _unequal(traces: Sequence[StepTrace], kind: str) -> list[str]:
     """Return the names of the tensors that do not have the same bits on all ranks."""
-    found = traces[0].tensors[kind]
+    tensors = traces[0].tensors[kind]
     others = [trace.tensors[kind] for trace in traces[1:]]
-    return [name for name, each in found.items() if any(name in o and o[name].digest != each.digest for o in others)]
+    return [name for name, t in tensors.items() if any(name in o and o[name].digest != t.digest for o in others)]
 
 
-def _times_weights(one: ScriptTrace, number: int, found: StepTrace) -> float | None:
+def _times_weights(one: ScriptTrace, number: int, actual: StepTrace) -> float | None:
     """Return how many times the weights the gradients differ by; None if they do in another way."""
     before = one.steps[number - 1].tensors if number else one.initial
-    wanted, given = one.steps[number].tensors["gradient"], found.tensors["gradient"]
+    wanted, gradients = one.steps[number].tensors["gradient"], actual.tensors["gradient"]
     pairs = [
-        (given[name].values - wanted[name].values, weights.values)
+        (gradients[name].values - wanted[name].values, weights.values)
         for name, weights in before["parameter"].items()
         # A penalty may leave some out, such as biases.
-        if name in wanted and name in given and distance(given[name], wanted[name]) > 1e-3 * wanted[name].norm
+        if name in wanted and name in gradients and distance(gradients[name], wanted[name]) > 1e-3 * wanted[name].norm
     ]
     if not pairs:
         return None
-    apart, weights = (torch.cat(each) for each in zip(*pairs, strict=True))
+    apart, weights = (torch.cat(parts) for parts in zip(*pairs, strict=True))
     times = float(weights @ apart / (weights @ weights).clamp(min=1e-30))
     return times if float((apart - times * weights).norm()) < 0.05 * float(apart.norm()) else None
 
 
-def _factor(expected: StepTrace, found: StepTrace) -> float | None:
+def _factor(expected: StepTrace, actual: StepTrace) -> float | None:
     """Return the factor by which all gradients differ; None if there is none, or if it is 1."""
-    theirs, ours = (step.tensors["gradient"] for step in (expected, found))
-    if not theirs or theirs.keys() != ours.keys():
+    reference, gradients = (step.tensors["gradient"] for step in (expected, actual))
+    if not reference or reference.keys() != gradients.keys():
         return None
-    wanted, given = (torch.cat([each[name].values for name in theirs]) for each in (theirs, ours))
-    factor = float(wanted @ given / (wanted @ wanted).clamp(min=1e-30))
-    is_scaled = float((given - factor * wanted).norm()) < 0.01 * float(given.norm())
+    wanted, gradient = (torch.cat([tensors[name].values for name in reference]) for tensors in (reference, gradients))
+    factor = float(wanted @ gradient / (wanted @ wanted).clamp(min=1e-30))
+    is_scaled = float((gradient - factor * wanted).norm()) < 0.01 * float(gradient.norm())
     return factor if is_scaled and abs(factor - 1) > 0.01 else None

@@ -90,10 +90,10 @@ class Pass:
         """Add what the sampler has yielded, and return it as a list."""
         if self.is_stream:
             return []
-        found = indices if isinstance(indices, list | tuple) else [indices]
-        found = [each if isinstance(each, int) else str(each) for each in found]
-        self.indices += found
-        return found
+        yielded = indices if isinstance(indices, list | tuple) else [indices]
+        yielded = [index if isinstance(index, int) else str(index) for index in yielded]
+        self.indices += yielded
+        return yielded
 
 
 @dataclass(frozen=True)
@@ -152,16 +152,16 @@ class _ShortSampler:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield what the sampler yields for the batches that are loaded."""
-        self.newest = found = self._recorder.begin_pass(self._dataset, self._sampler)
+        self.newest = pass_ = self._recorder.begin_pass(self._dataset, self._sampler)
         rest = iter(self._sampler)
         for indices in rest:
-            found.waiting.append(found.note(indices))
+            pass_.waiting.append(pass_.note(indices))
             yield indices
-            if self._recorder.is_enough(found):
+            if self._recorder.is_enough(pass_):
                 break
-        left = [] if found.is_stream else [(indices, found.note(indices)) for indices in rest]
-        for indices, noted in left[len(left) - self._recorder.num_last(found, len(left)) :]:
-            found.waiting.append(noted)
+        left = [] if pass_.is_stream else [(indices, pass_.note(indices)) for indices in rest]
+        for indices, noted in left[len(left) - self._recorder.num_last(pass_, len(left)) :]:
+            pass_.waiting.append(noted)
             yield indices
 
 
@@ -240,7 +240,7 @@ class ScriptRecorder:
 
     def _write(self) -> None:
         initial: ModelFingerprint = {"parameter": self._initial, "gradient": {}, "buffer": {}}
-        found = ScriptTrace(
+        trace = ScriptTrace(
             {"samples of the data set": 0},  # the sampler, not the data set, says how many there are
             initial,
             tuple(self._steps),
@@ -250,7 +250,7 @@ class ScriptRecorder:
             is_half=self._is_half,
             is_augmented=self._is_augmented,
         )
-        self._file.write_bytes(pickle.dumps(found))
+        self._file.write_bytes(pickle.dumps(trace))
 
     def _end_script(self) -> None:
         """End the script: each rank comes here after the same update."""
@@ -271,28 +271,28 @@ class ScriptRecorder:
         kind = type(dataset).__name__ if is_stream else f"{type(dataset).__name__} of {len(dataset)}"
         shuffles = isinstance(sampler, HasEpochs) and bool(getattr(sampler, "shuffle", False))
         is_late = self._epochs[id(dataset)] >= _NUM_EPOCHS
-        found = Pass(kind, is_stream, shuffles, id(dataset), self._num_updates, is_late)
+        new_pass = Pass(kind, is_stream, shuffles, id(dataset), self._num_updates, is_late)
         self._num_late += is_late
         if self._num_late > _NUM_LATE:
             self._end_script()
         if not is_late:
-            self._passes.append(found)
-        return found
+            self._passes.append(new_pass)
+        return new_pass
 
-    def is_enough(self, found: Pass) -> bool:
+    def is_enough(self, pass_: Pass) -> bool:
         """Return whether of the rest of a pass only the last batches are loaded."""
-        if found.is_late or not found.is_training:
-            return found.is_late or found.num_loaded > self._num_steps
+        if pass_.is_late or not pass_.is_training:
+            return pass_.is_late or pass_.num_loaded > self._num_steps
         # The end of a stream can only be seen by reading it.
-        num_steps = _NUM_OF_STREAM if found.is_stream else self._num_steps - 1
-        return self._num_updates - found.num_before >= num_steps
+        num_steps = _NUM_OF_STREAM if pass_.is_stream else self._num_steps - 1
+        return self._num_updates - pass_.num_before >= num_steps
 
-    def num_last(self, found: Pass, num_left: int) -> int:
+    def num_last(self, pass_: Pass, num_left: int) -> int:
         """Return how many of the last batches are loaded: those of one update."""
-        if found.is_late or not num_left:
+        if pass_.is_late or not num_left:
             return 0
-        each = round(found.num_loaded / max(1, self._num_updates - found.num_before)) if found.is_training else 1
-        return (num_left - 1) % max(1, each) + 1
+        per_update = round(pass_.num_loaded / max(1, self._num_updates - pass_.num_before)) if pass_.is_training else 1
+        return (num_left - 1) % max(1, per_update) + 1
 
     def _around_load(self, original: Callable[..., Any], loader: Any) -> Any:
         """Around the start of a pass, and each of its batches: what is drawn for data does not count."""
@@ -314,17 +314,17 @@ class ScriptRecorder:
             if sampler.newest is not None:
                 sampler.newest.is_over = True
             raise
-        if (found := sampler.newest) is not None:
-            indices, rows = found.waiting.popleft(), _row_digests(batch)
-            if found.is_stream:
-                found.indices += rows
+        if (pass_ := sampler.newest) is not None:
+            indices, rows = pass_.waiting.popleft(), _row_digests(batch)
+            if pass_.is_stream:
+                pass_.indices += rows
                 indices = rows
             if len(rows) == len(indices):
-                found.contents.update(zip(indices, rows, strict=True))
+                pass_.contents.update(zip(indices, rows, strict=True))
             # The first batch of a pass is preceded by the sampler's draws.
-            self._is_augmented |= found.num_loaded > 0 and before != _random_state()
-            found.num_loaded += 1
-            self._fetched.append((found, indices, rows))
+            self._is_augmented |= pass_.num_loaded > 0 and before != _random_state()
+            pass_.num_loaded += 1
+            self._fetched.append((pass_, indices, rows))
         return batch
 
     def _note_draws(self) -> None:
@@ -367,12 +367,12 @@ class ScriptRecorder:
         self._watch.active = True
         self._before_draws = self._before_draws or _random_state()
         self._first_state = self._first_state or self._before_draws
-        parameters = [each for each in module.parameters() if each.requires_grad]
+        parameters = [p for p in module.parameters() if p.requires_grad]
         if not parameters:  # a module of losses
             return
         self._called = module
-        for name, each in unwrap(module).named_modules():
-            if is_batch_norm(each) and each.training and "Sync" not in type(each).__name__:
+        for name, layer in unwrap(module).named_modules():
+            if is_batch_norm(layer) and layer.training and "Sync" not in type(layer).__name__:
                 self._norms.add(name)
         device = parameters[0].device.type
         self._is_half |= torch.is_autocast_enabled(device) or parameters[0].dtype.itemsize < 4
@@ -383,20 +383,20 @@ class ScriptRecorder:
         if in_backward():  # of a checkpoint
             return
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        self._losses += [float(each.detach().sum()) for each in roots]
+        self._losses += [float(root.detach().sum()) for root in roots]
         self._operations = _operations(roots[0])
-        for found, *_ in self._fetched:
-            if not found.is_over and not found.is_training:
-                found.is_training = True
-                self._epochs[found.source] += 1
+        for pass_, *_ in self._fetched:
+            if not pass_.is_over and not pass_.is_training:
+                pass_.is_training = True
+                self._epochs[pass_.source] += 1
         if self._called is not None:
             is_wrapper = isinstance(self._called, DistributedDataParallel)
             self._bypassed = not is_wrapper or not self._called.require_backward_grad_sync
 
     def _before_clipping(self, *_args: Any, **_kwargs: Any) -> None:
-        grads = [] if self._called is None else [each.grad for each in self._called.parameters()]
-        found = blake2b(b"".join(fingerprint(each).digest for each in grads if each is not None), digest_size=16)
-        self._clipped = self._clipped or found.digest()
+        grads = [] if self._called is None else [p.grad for p in self._called.parameters()]
+        hasher = blake2b(b"".join(fingerprint(grad).digest for grad in grads if grad is not None), digest_size=16)
+        self._clipped = self._clipped or hasher.digest()
 
     def _before_collective(self, name: str, *_args: Any, **_kwargs: Any) -> None:
         if name.startswith(_COMBINING) and not in_backward() and self._passes:
@@ -415,9 +415,9 @@ class ScriptRecorder:
             self._steps.clear()
             self._initial.clear()
             self._updates.clear()
-            for found in self._passes:
-                found.num_before = 0
-        owned = {id(each): each for group in optimizer.param_groups for each in group["params"]}
+            for past_pass in self._passes:
+                past_pass.num_before = 0
+        owned = {id(p): p for group in optimizer.param_groups for p in group["params"]}
         if any(map(is_sharded, owned.values())):
             raise ConfigurationError(
                 "verify compares whole parameters, and this script shards them.\nVerify it without fully_shard."
@@ -425,12 +425,12 @@ class ScriptRecorder:
         for parameter in owned:
             self._order.setdefault(parameter, len(self._order))
         named = _tensors(self._order, optimizer)
-        self._owned = {name: each for name, each in named.items() if id(each) in owned}
-        self._others = {name: each for name, each in named.items() if id(each) not in owned}
-        for name, each in self._owned.items():
-            self._initial.setdefault(name, fingerprint(each))
+        self._owned = {name: tensor for name, tensor in named.items() if id(tensor) in owned}
+        self._others = {name: tensor for name, tensor in named.items() if id(tensor) not in owned}
+        for name, tensor in self._owned.items():
+            self._initial.setdefault(name, fingerprint(tensor))
         # Now, as the update may change them.
-        grads = {name: fingerprint(each.grad) for name, each in self._owned.items() if each.grad is not None}
+        grads = {name: fingerprint(p.grad) for name, p in self._owned.items() if p.grad is not None}
         self._used = grads, read_rates(optimizer)
 
     def _after_update(self, optimizer: Optimizer, *_: Any) -> None:
@@ -445,17 +445,17 @@ class ScriptRecorder:
             self._end_script()
 
     def _record(self) -> None:
-        trained = [(ids, rows) for found, ids, rows in self._fetched if found.is_training] or [([], self._inputs)]
-        indices = [each for ids, rows in trained for each in ids or rows]
-        samples = [each for ids, rows in trained for each in (rows if len(rows) >= len(ids) else ids)]
+        trained = [(ids, rows) for pass_, ids, rows in self._fetched if pass_.is_training] or [([], self._inputs)]
+        indices = [index for ids, rows in trained for index in ids or rows]
+        samples = [sample for ids, rows in trained for sample in (rows if len(rows) >= len(ids) else ids)]
         grads, rates = self._used
         tensors: ModelFingerprint = {
             "gradient": grads,
-            "parameter": {name: fingerprint(each) for name, each in self._owned.items()},
-            "buffer": {name: fingerprint(each) for name, each in self._others.items()},
+            "parameter": {name: fingerprint(tensor) for name, tensor in self._owned.items()},
+            "buffer": {name: fingerprint(tensor) for name, tensor in self._others.items()},
         }
-        wrappers = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
-        wrapped = {id(parameter) for each in wrappers for parameter in each.parameters()}
+        wrappers = [item for item in gc.get_objects() if issubclass(type(item), DistributedDataParallel)]
+        wrapped = {id(parameter) for wrapper in wrappers for parameter in wrapper.parameters()}
         self._steps.append(
             ScriptStep(
                 len(self._steps),
@@ -468,7 +468,7 @@ class ScriptRecorder:
                 random_state=self._first_state,
                 operations=self._operations,
                 before_clipping=self._clipped,
-                outside=tuple(name for name, each in self._owned.items() if wrapped and id(each) not in wrapped),
+                outside=tuple(name for name, p in self._owned.items() if wrapped and id(p) not in wrapped),
                 bypassed=self._bypassed and bool(wrapped),
                 attributes=_attributes(self._order),
             )
@@ -481,33 +481,33 @@ def _to_bytes(sample: Any) -> bytes:
 
 def _random_state() -> bytes:
     """Return a digest of the state of the generators of torch, Python and NumPy."""
-    found = blake2b(torch.get_rng_state().numpy().data, digest_size=16)
+    hasher = blake2b(torch.get_rng_state().numpy().data, digest_size=16)
     if torch.accelerator.is_available():
         state = torch.get_device_module(torch.accelerator.current_accelerator()).get_rng_state()
-        found.update(state.numpy().data)
-    found.update(pickle.dumps((random.getstate(), np.random.get_state())))
-    return found.digest()
+        hasher.update(state.numpy().data)
+    hasher.update(pickle.dumps((random.getstate(), np.random.get_state())))
+    return hasher.digest()
 
 
 def _row_digests(batch: Any) -> list[bytes]:
     """Return a digest of each sample of a batch: of what its tensors have at one place of their first dimension."""
-    tensors = [each.detach() for each in find_tensors(batch) if each.dim() > 0]
+    tensors = [tensor.detach() for tensor in find_tensors(batch) if tensor.dim() > 0]
     if not tensors:
         return []
     num = len(tensors[0])
-    rows = [each.to("cpu").reshape(num, -1).contiguous() for each in tensors if len(each) == num and each.numel()]
-    views = [each.view(torch.uint8).numpy() for each in rows]
+    rows = [t.to("cpu").reshape(num, -1).contiguous() for t in tensors if len(t) == num and t.numel()]
+    views = [row.view(torch.uint8).numpy() for row in rows]
     return [blake2b(b"".join(view[row].tobytes() for view in views), digest_size=12).digest() for row in range(num)]
 
 
 def _operations(loss: Tensor) -> tuple[str, ...]:
     """Return the last operations that made a loss, the last one first."""
-    found: list[str] = []
+    operations: list[str] = []
     node = loss.grad_fn
-    while node is not None and len(found) < 6:
-        found.append(describe_node(node))
-        node = next((each for each, _ in node.next_functions if each is not None), None)
-    return tuple(found)
+    while node is not None and len(operations) < 6:
+        operations.append(describe_node(node))
+        node = next((child for child, _ in node.next_functions if child is not None), None)
+    return tuple(operations)
 
 
 def _roots(order: dict[int, int]) -> dict[str, nn.Module]:
@@ -515,40 +515,40 @@ def _roots(order: dict[int, int]) -> dict[str, nn.Module]:
 
     First those that were trained, in the order of the updates; then others whose class no other has, such as averages.
     """
-    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module) and "_modules" in vars(each)]
+    modules = [item for item in gc.get_objects() if issubclass(type(item), nn.Module) and "_modules" in vars(item)]
     inner = {id(child) for module in modules for child in module.children()}
     placed: list[tuple[int, nn.Module]] = []
-    for module in (each for each in modules if id(each) not in inner):
-        places = [order[id(each)] for each in module.parameters() if id(each) in order]
+    for module in (module for module in modules if id(module) not in inner):
+        places = [order[id(p)] for p in module.parameters() if id(p) in order]
         placed.append((min(places, default=len(order)), unwrap(module)))
-    trained = sorted((each for each in placed if each[0] < len(order)), key=lambda each: each[0])
+    trained = sorted((item for item in placed if item[0] < len(order)), key=lambda item: item[0])
     kinds = Counter(type(module) for place, module in placed if place == len(order))
-    found = {"" if len(trained) == 1 else f"{number}:": module for number, (_, module) in enumerate(trained)}
+    roots = {"" if len(trained) == 1 else f"{number}:": module for number, (_, module) in enumerate(trained)}
     others = [module for place, module in placed if place == len(order) and kinds[type(module)] == 1]
-    return found | {f"{type(module).__name__}:": module for module in others}
+    return roots | {f"{type(module).__name__}:": module for module in others}
 
 
 def _tensors(order: dict[int, int], optimizer: Optimizer) -> dict[str, Tensor]:
     """Return parameters and buffers of all models by name, and what else the optimizer updates."""
-    found = {
-        prefix + name: each
+    tensors = {
+        prefix + name: tensor
         for prefix, module in _roots(order).items()
-        for name, each in (*module.named_parameters(), *module.named_buffers())
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
     }
-    known = {id(each) for each in found.values()}
+    named = {id(tensor) for tensor in tensors.values()}
     for number, group in enumerate(optimizer.param_groups):
-        rest = {f"parameter {place} of group {number}": each for place, each in enumerate(group["params"])}
-        found.update((name, each) for name, each in rest.items() if id(each) not in known)
-    return found
+        rest = {f"parameter {place} of group {number}": p for place, p in enumerate(group["params"])}
+        tensors.update((name, tensor) for name, tensor in rest.items() if id(tensor) not in named)
+    return tensors
 
 
 def _attributes(order: dict[int, int]) -> dict[str, Any]:
     """Return the numbers and tensors that modules have as plain attributes, by name."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for prefix, root in _roots(order).items():
         for path, module in root.named_modules():
             for name, value in vars(module).items():
                 if name not in _OWN_ATTRIBUTES and not name.startswith("_") and isinstance(value, Tensor | int | float):
                     full_name = f"{prefix}{path}{'.' * bool(path)}{name}"
-                    found[full_name] = fingerprint(value).digest if isinstance(value, Tensor) else value
-    return found
+                    values[full_name] = fingerprint(value).digest if isinstance(value, Tensor) else value
+    return values

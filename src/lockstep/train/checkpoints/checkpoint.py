@@ -199,27 +199,27 @@ def find_checkpoints(folder: Place) -> list[FoundCheckpoint]:
     Raises:
         CheckpointError: An object store does not answer.
     """
-    found = []
+    checkpoints = []
     for path in folder.iterdir():
         if (match := _NAME.fullmatch(path.name)) and not _is_unfinished(path):
-            each = FoundCheckpoint(path, int(match[1]))
+            checkpoint = FoundCheckpoint(path, int(match[1]))
             try:
                 about = storage.read_manifest(path).about
-                if type(about.get("number")) is int and about.get("step") == each.step:
+                if type(about.get("number")) is int and about.get("step") == checkpoint.step:
                     # Earlier versions had the loss only.
-                    known = about.get("metrics") or ({} if about["loss"] is None else {"loss": about["loss"]})
-                    each = replace(each, number=about["number"], metrics=known, job=about.get("job"))
+                    metrics = about.get("metrics") or ({} if about["loss"] is None else {"loss": about["loss"]})
+                    checkpoint = replace(checkpoint, number=about["number"], metrics=metrics, job=about.get("job"))
                 else:
-                    each = replace(each, problem="it is not a checkpoint of a run")
+                    checkpoint = replace(checkpoint, problem="it is not a checkpoint of a run")
             except CheckpointError as error:
-                each = replace(each, problem=_reason(error))
-            found.append(each)
-    return sorted(found, key=lambda each: (each.number, each.step), reverse=True)
+                checkpoint = replace(checkpoint, problem=_reason(error))
+            checkpoints.append(checkpoint)
+    return sorted(checkpoints, key=lambda ckpt: (ckpt.number, ckpt.step), reverse=True)
 
 
 def _is_unfinished(path: Place) -> bool:
     """Return whether this is an unfinished save or removal; else, without a manifest, a checkpoint is damaged."""
-    names = [each.name for each in path.iterdir()]
+    names = [file.name for file in path.iterdir()]
     kinds = {name.partition("-")[0] for name in names}
     return storage.MANIFEST not in names and ("part" in kinds or storage.STATE not in kinds)
 
@@ -236,37 +236,37 @@ def _reason(error: CheckpointError) -> str:
     return cause.partition(" is damaged: ")[2] or cause
 
 
-def find_best(found: Iterable[FoundCheckpoint], monitor: Monitor) -> FoundCheckpoint | None:
+def find_best(checkpoints: Iterable[FoundCheckpoint], monitor: Monitor) -> FoundCheckpoint | None:
     """Return the best of the valid ones by a metric, the older one if two are equal; None if none has the metric."""
-    known = [each for each in found if each.problem is None and monitor.name in each.metrics]
-    return min(known, key=lambda each: (monitor.score(each.metrics), each.number), default=None)
+    candidates = [ckpt for ckpt in checkpoints if ckpt.problem is None and monitor.name in ckpt.metrics]
+    return min(candidates, key=lambda ckpt: (monitor.score(ckpt.metrics), ckpt.number), default=None)
 
 
 def to_remove(
-    found: Sequence[FoundCheckpoint], *, keep: int, best: Monitor | None, damaged: Collection[Place] = ()
+    checkpoints: Sequence[FoundCheckpoint], *, keep: int, best: Monitor | None, damaged: Collection[Place] = ()
 ) -> list[FoundCheckpoint]:
     """Return the checkpoints to remove after the first of them was written or loaded.
 
     Args:
-        found: All checkpoints of the run, as `find_checkpoints` returns them.
+        checkpoints: All of the run, as `find_checkpoints` returns them.
         keep: Number of newest valid checkpoints to keep.
         best: The metric by which the best one is kept, too.
         damaged: Checkpoints that are known to be damaged.
     """
-    whole = [each for each in found if each.problem is None and each.path not in damaged]
+    whole = [ckpt for ckpt in checkpoints if ckpt.problem is None and ckpt.path not in damaged]
     stay = whole[:keep]
-    if best is not None and (kept := find_best(whole, best)) is not None:
-        stay.append(kept)
+    if best is not None and (best_one := find_best(whole, best)) is not None:
+        stay.append(best_one)
     # A checkpoint that is newer than the newest valid one may become readable later.
     newest = whole[0].step if whole else -1
-    return [each for each in found if each not in stay and (each in whole or each.step <= newest)]
+    return [ckpt for ckpt in checkpoints if ckpt not in stay and (ckpt in whole or ckpt.step <= newest)]
 
 
 def _remove_checkpoint(path: Place) -> None:
     """Remove a checkpoint; ignore errors."""
     with contextlib.suppress(Exception):  # for example without permission to delete
         # First these, the state before the manifest: what is left is unfinished, see `_is_unfinished`.
-        for name in sorted((each.name for each in path.iterdir()), reverse=True):
+        for name in sorted((file.name for file in path.iterdir()), reverse=True):
             if name.startswith((storage.MANIFEST, storage.STATE)):
                 (path / name).unlink(missing_ok=True)
         path.remove_all() if isinstance(path, ObjectPath) else shutil.rmtree(path)
@@ -294,12 +294,12 @@ def _problem_of(what: Place, error: BaseException, num_bytes: int = 0) -> str:
 
 def _how_to_make_room(path: Path, num_bytes: int) -> str:
     """Return what the checkpoint ``path`` needs and what fills its disk, with sizes, and what may be removed of it."""
-    found = find_checkpoints(path.parent)
-    paths = sorted(each.path for each in found if isinstance(each.path, Path))
-    sizes = [f"{each.name} ({format_bytes(sum(file.stat().st_size for file in each.iterdir()))})" for each in paths]
+    checkpoints = find_checkpoints(path.parent)
+    paths = sorted(ckpt.path for ckpt in checkpoints if isinstance(ckpt.path, Path))
+    sizes = [f"{path.name} ({format_bytes(sum(file.stat().st_size for file in path.iterdir()))})" for path in paths]
     held = f", and {path.parent} holds {', '.join(sizes)}" if sizes else ""
     # What a run resumes from stays.
-    old = [each.path.name for each in found if each.problem is None][1:]
+    old = [ckpt.path.name for ckpt in checkpoints if ckpt.problem is None][1:]
     which = f"Remove {', '.join(sorted(old))}, or keep fewer (--keep N): the next start removes the others first."
     free = format_bytes(shutil.disk_usage(path.parent).free)
     return (
@@ -372,15 +372,15 @@ class Checkpoints:
         self._leads = True
         self.folder.mkdir(parents=True, exist_ok=True)
         self._check_lock = self._lock.enter_context(lock_folder(self.folder))
-        found = find_checkpoints(self.folder)
-        self._number = max((int(each.number) for each in found if each.problem is None), default=0)
+        checkpoints = find_checkpoints(self.folder)
+        self._number = max((int(ckpt.number) for ckpt in checkpoints if ckpt.problem is None), default=0)
         if self.fresh:
             self._clear()
             job = os.environ.get("TORCHELASTIC_RUN_ID") if num_restarts() else None
             # After a restart, this job goes on from what it has saved.
-            own = [each for each in found if job is not None and each.job == job]
-            self._stale, found = [each.path for each in found if each not in own], own
-        return [(each.path.name, each.problem) for each in found]
+            of_job = [ckpt for ckpt in checkpoints if job is not None and ckpt.job == job]
+            self._stale, checkpoints = [ckpt.path for ckpt in checkpoints if ckpt not in of_job], of_job
+        return [(ckpt.path.name, ckpt.problem) for ckpt in checkpoints]
 
     def lead(self) -> None:
         """Do what rank zero does from now on, if this rank has become it: lock the folder, and number checkpoints."""
@@ -454,8 +454,8 @@ class Checkpoints:
         token = _gather(self._make_folder(path) if self.world.is_rank_zero else None)[0]
         if token is not None and not self.failure:  # otherwise `agree` raises it on all ranks
             self._path = path
-            known = {name: value for name, value in (metrics or {}).items() if math.isfinite(value)}
-            about = {"step": step, "metrics": known, "loss": known.get("loss")}
+            finite = {name: value for name, value in (metrics or {}).items() if math.isfinite(value)}
+            about = {"step": step, "metrics": finite, "loss": finite.get("loss")}
             about["job"] = os.environ.get("TORCHELASTIC_RUN_ID")
             try:
                 self._start(state, path, token, about)
@@ -518,12 +518,12 @@ class Checkpoints:
             if _NAME.fullmatch(path.name) and path != folder and _is_unfinished(path):
                 _remove_checkpoint(path)
 
-    def _remove_old(self, found: Sequence[FoundCheckpoint]) -> None:
-        """Remove what is not to be kept of the checkpoints ``found``, and what killed saves have left."""
+    def _remove_old(self, checkpoints: Sequence[FoundCheckpoint]) -> None:
+        """Remove what is not to be kept of the ``checkpoints``, and what killed saves have left."""
         self._clear()
-        for each in to_remove(found, keep=self.keep, best=self.best, damaged=self._damaged):
-            _remove_checkpoint(each.path)
-        whole = [each for each in found if each.path not in self._damaged]
+        for checkpoint in to_remove(checkpoints, keep=self.keep, best=self.best, damaged=self._damaged):
+            _remove_checkpoint(checkpoint.path)
+        whole = [ckpt for ckpt in checkpoints if ckpt.path not in self._damaged]
         if self.best is not None and (best := find_best(whole, self.best)) is not None:
             about = {"checkpoint": best.path.name, "metric": self.best.name, "value": best.metrics[self.best.name]}
             storage.put_file(self.folder / _BEST, json.dumps(about).encode())
@@ -658,18 +658,18 @@ def save(
         CheckpointError: On every rank: something cannot be written. Then nothing is replaced.
     """
     folder, (rank, world_size) = place_of(path), _rank_and_size()
-    given = {name: _stateful(value) for name, value in state.items()}
-    objects = {name: each for name, each in given.items() if isinstance(each, Stateful)}
-    states = _on_all_ranks(folder, lambda: {name: each.state_dict() for name, each in objects.items()})
+    values = {name: _stateful(value) for name, value in state.items()}
+    objects = {name: value for name, value in values.items() if isinstance(value, Stateful)}
+    states = _on_all_ranks(folder, lambda: {name: value.state_dict() for name, value in objects.items()})
     with contextlib.ExitStack() as stack:
 
         def begin() -> tuple[storage.TreePacker, Callable[[], object]]:
-            own = {name: states[name] for name, each in objects.items() if _has_own_position(each)}
-            every = [own]
-            if own and is_initialized():
-                every = storage.states_of_ranks(own, group=default_group(), device=device_for(default_group()))
-            states.update({name: {_BY_RANK: [each[name] for each in every]} for name in own})
-            parts = {"state": given | states, **model_state.local_state_dict(model, optimizer)}
+            own_states = {name: states[name] for name, value in objects.items() if _has_own_position(value)}
+            every = [own_states]
+            if own_states and is_initialized():
+                every = storage.states_of_ranks(own_states, group=default_group(), device=device_for(default_group()))
+            states.update({name: {_BY_RANK: [rank_states[name] for rank_states in every]} for name in own_states})
+            parts = {"state": values | states, **model_state.local_state_dict(model, optimizer)}
             packer = storage.TreePacker(parts, is_coordinator=rank == 0)
             if rank:
                 return packer, bool
@@ -722,7 +722,7 @@ def load(
         CheckpointError: On every rank: there is no checkpoint, or it is damaged, or it belongs to another model or
             other objects; or the ranks read different ones, as in folders that are not shared.
     """
-    readers = {name: _stateful(each) for name, each in objects.items()}
+    readers = {name: _stateful(value) for name, value in objects.items()}
     folder = _find(place_of(path), best=best)
     parts = _read_alike(folder)
     if optimizer is None:
@@ -731,11 +731,11 @@ def load(
     def fill() -> dict[str, Any]:
         try:
             rest: dict[str, Any] = parts["state"]
-            for name, given in (("model", model), ("optimizer", optimizer), *readers.items()):
-                if given is not None and name not in (rest if name in readers else parts):
+            for name, part in (("model", model), ("optimizer", optimizer), *readers.items()):
+                if part is not None and name not in (rest if name in readers else parts):
                     raise ValueError(f"it was saved without {name}")
             # First what may raise an error.
-            loads = [(each.load_state_dict, _state_here(name, each, rest.pop(name))) for name, each in readers.items()]
+            loads = [(part.load_state_dict, _state_here(name, part, rest.pop(name))) for name, part in readers.items()]
             model_state.load_state_dict(model, optimizer, parts)
             for load_state, state in loads:
                 load_state(state)
@@ -774,7 +774,7 @@ def _find(folder: Place, *, best: bool) -> Place:
         if best:
             return str(json.loads((folder / _BEST).read_bytes())["checkpoint"])
         with contextlib.suppress(OSError):  # there is nothing
-            return next((each.path.name for each in find_checkpoints(folder) if each.problem is None), "")
+            return next((ckpt.path.name for ckpt in find_checkpoints(folder) if ckpt.problem is None), "")
         return ""
 
     name = _gather(_on_all_ranks(folder, choose))[0]

@@ -121,7 +121,7 @@ class TreePacker:
     @property
     def num_bytes(self) -> int:
         """Size of all tensors, those of other ranks too."""
-        return sum(math.prod(each.size) * each.dtype.itemsize for each in self.tensors.values())
+        return sum(math.prod(chunks.size) * chunks.dtype.itemsize for chunks in self.tensors.values())
 
     def writers(self, world_size: int) -> range:
         """Return the ranks that write a shard file: only rank zero if nothing is sharded."""
@@ -178,7 +178,7 @@ def _unpack(packed: Any, tensors: Mapping[str, Any]) -> Any:
     return _UNPACK[kind](content, tensors)
 
 
-def states_of_ranks(mine: Mapping[str, Any], *, group: Group, device: torch.device) -> list[dict[str, Any]]:
+def states_of_ranks(state: Mapping[str, Any], *, group: Group, device: torch.device) -> list[dict[str, Any]]:
     """Return the private state of each rank, by rank: tensors as chunks that only their own rank holds.
 
     Apart from these chunks all ranks return the same, and rank zero writes it to the checkpoint.
@@ -186,16 +186,16 @@ def states_of_ranks(mine: Mapping[str, Any], *, group: Group, device: torch.devi
     Collective: every rank. Blocks.
 
     Args:
-        mine: The private state of this rank.
+        state: The private state of this rank.
         group: The ranks.
         device: Device for messages.
     """
-    own = TreePacker(mine, is_coordinator=True)
-    sizes = {name: [SAFETENSORS_DTYPES[held.dtype], list(held.size)] for name, held in own.tensors.items()}
+    packer = TreePacker(state, is_coordinator=True)
+    sizes = {name: [SAFETENSORS_DTYPES[held.dtype], list(held.size)] for name, held in packer.tensors.items()}
     states = []
-    for rank, (parts, theirs) in enumerate(all_gather_object([own.parts, sizes], group=group, device=device)):
-        absent = {name: TensorChunks(torch.Size(size), _DTYPES[dtype], {}) for name, (dtype, size) in theirs.items()}
-        tensors = own.tensors if rank == group.rank() else absent
+    for rank, (parts, shapes) in enumerate(all_gather_object([packer.parts, sizes], group=group, device=device)):
+        absent = {name: TensorChunks(torch.Size(size), _DTYPES[dtype], {}) for name, (dtype, size) in shapes.items()}
+        tensors = packer.tensors if rank == group.rank() else absent
         states.append({name: _unpack(part, tensors) for name, part in parts.items()})
     return states
 
@@ -216,8 +216,8 @@ def plan_slabs(sizes_bytes: Sequence[int]) -> tuple[list[int], list[tuple[int, i
     slabs: list[int] = []
     free: list[int] = []
     places, left = [(0, 0)] * len(padded), sum(padded)
-    for index, size in sorted(enumerate(padded), key=lambda each: each[1], reverse=True):
-        slab = next((each for each, room in enumerate(free) if room >= size), len(free))
+    for index, size in sorted(enumerate(padded), key=lambda item: item[1], reverse=True):
+        slab = next((number for number, room in enumerate(free) if room >= size), len(free))
         if slab == len(free):
             slabs.append(1 << max((size - 1).bit_length(), left.bit_length() - 1, _LEAST_SLAB))
             free.append(slabs[-1])
@@ -337,9 +337,9 @@ def remove_leftover_files(folder: Place, token: str | None = None) -> None:
     # A manifest that cannot be read now may become readable, or be of a later version: then nothing is removed.
     with contextlib.suppress(CheckpointError):
         entries = read_manifest(folder).entries if (folder / MANIFEST).exists() else {}
-        kept = {entry["file"] for entry in entries.values()}
+        in_use = {entry["file"] for entry in entries.values()}
         for path in folder.iterdir():
-            if _OURS.fullmatch(path.name) and path.name not in kept and f"-{token}." not in path.name:
+            if _OURS.fullmatch(path.name) and path.name not in in_use and f"-{token}." not in path.name:
                 path.unlink(missing_ok=True)
 
 
@@ -359,8 +359,8 @@ def commit(folder: Place, token: str, packer: TreePacker, world_size: int, about
         OSError, ValueError: It cannot be written, or parts of a tensor are missing.
     """
     index: dict[str, dict[str, Any]] = {
-        name: {"dtype": SAFETENSORS_DTYPES[each.dtype], "size": list(each.size), "chunks": []}
-        for name, each in packer.tensors.items()
+        name: {"dtype": SAFETENSORS_DTYPES[chunks.dtype], "size": list(chunks.size), "chunks": []}
+        for name, chunks in packer.tensors.items()
     }
     entries: dict[str, Any] = {}
     for rank in packer.writers(world_size):
@@ -368,10 +368,10 @@ def commit(folder: Place, token: str, packer: TreePacker, world_size: int, about
         entries[str(rank)] = part["entry"]
         for name, chunks in part["chunks"].items():
             index[name]["chunks"] += chunks
-    for name, each in index.items():
+    for name, tensor in index.items():
         # Several ranks may hold the same chunk, as on a mesh that also replicates: one copy is listed.
-        each["chunks"] = list({tuple(chunk[2]): chunk for chunk in each["chunks"]}.values())
-        _check_cover(name, each, entries)
+        tensor["chunks"] = list({tuple(chunk[2]): chunk for chunk in tensor["chunks"]}.values())
+        _check_cover(name, tensor, entries)
     content = json.dumps({"state": packer.parts, "tensors": index}).encode()
     entries[STATE] = _write_file(folder / f"{STATE}-{token}.json", [content])
     body = json.dumps({"format": FORMAT, "files": entries, "about": dict(about)}).encode()
@@ -453,8 +453,8 @@ def read_manifest(folder: Place) -> Manifest:
             raise _damaged(path, "does not match its checksum")
         manifest = json.loads(body)
         if manifest["format"] != FORMAT:
-            found = manifest["format"]
-            raise _damaged(path, f"has the format {found!r} of another version of Lockstep, not {FORMAT!r}")
+            version = manifest["format"]
+            raise _damaged(path, f"has the format {version!r} of another version of Lockstep, not {FORMAT!r}")
         entries = manifest["files"]
         for entry in (entries[STATE], *entries.values()):
             if not _OURS.fullmatch(entry["file"]):  # a name must not lead out of the folder
@@ -529,12 +529,12 @@ class _ObjectShard:
         """Return a box of a tensor."""
         entry = self._entries[key]
         shape, dtype = entry["shape"], _DTYPES[entry["dtype"]]
-        if any(each.stop > length for each, length in zip(window, shape, strict=True)):
+        if any(part.stop > length for part, length in zip(window, shape, strict=True)):
             raise ValueError(f"{key} has another shape than in the state")
         strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-        sizes = [each.stop - each.start for each in window]
+        sizes = [part.stop - part.start for part in window]
         # All bytes from the first element of the box to the last. Rows and parts of a row have no others in between.
-        first = sum(each.start * stride for each, stride in zip(window, strides, strict=True))
+        first = sum(part.start * stride for part, stride in zip(window, strides, strict=True))
         numel = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
         at = self._start + entry["data_offsets"][0] + first * dtype.itemsize
         content = bytearray(self._read(at, numel * dtype.itemsize))
@@ -545,8 +545,8 @@ def _load(shards: Mapping[str, tuple[Place, Any]], name: str, chunks: list[Any],
     """Read the chunks of a tensor that this rank needs from the chunks that the ranks of the save have written."""
     boxes = [dcp.ChunkStorageMetadata(torch.Size(at), torch.Size(sizes)) for _, _, at, sizes in chunks]
     saved = dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=wanted.dtype), wanted.size, boxes)
-    mine = [dcp.ChunkStorageMetadata(torch.Size(at), each.shape) for at, each in wanted.chunks.items()]
-    for item in create_read_items_for_chunk_list(name, saved, mine):
+    needed = [dcp.ChunkStorageMetadata(torch.Size(at), chunk.shape) for at, chunk in wanted.chunks.items()]
+    for item in create_read_items_for_chunk_list(name, saved, needed):
         assert item.storage_index.index is not None
         rank, key, _, _ = chunks[item.storage_index.index]
         path, shard = shards[str(rank)]
@@ -557,10 +557,10 @@ def _load(shards: Mapping[str, tuple[Place, Any]], name: str, chunks: list[Any],
             offsets = [start + at * rows * (dim == 0) for dim, start in enumerate(item.storage_offsets)]
             with _reading(path):
                 box = _window(offsets, piece.shape)
-                found = shard.read_box(key, box) if isinstance(path, ObjectPath) else shard.get_slice(key)[box]
-                if found.shape != piece.shape:
+                content = shard.read_box(key, box) if isinstance(path, ObjectPath) else shard.get_slice(key)[box]
+                if content.shape != piece.shape:
                     raise ValueError(f"{key} has another shape than in the state")
-            piece.copy_(found)
+            piece.copy_(content)
 
 
 def _window(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:

@@ -173,9 +173,9 @@ def _own_parts(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> dict[str
         parameter = parameters[index].detach()
         chunks[index] |= boxes_in_memory(flatten_like(parameter, parameter)[start:stop], parameter, start)
     # One object for each parameter, also if it is empty: tied parameters must be recognised on every rank.
-    own = {id(each): TensorChunks(each.shape, each.dtype, held) for each, held in zip(parameters, chunks, strict=True)}
+    parts = {id(p): TensorChunks(p.shape, p.dtype, held) for p, held in zip(parameters, chunks, strict=True)}
     state = model.state_dict(keep_vars=True)  # a hook may have replaced some of the values
-    return {plain_name(name): own[id(value)] for name, value in state.items() if id(value) in own}
+    return {plain_name(name): parts[id(value)] for name, value in state.items() if id(value) in parts}
 
 
 def _zero_state_dict(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
@@ -202,15 +202,15 @@ def _name_all(held: Mapping[tuple[int, str], Any], optimizer: ZeroRedundancyOpti
     A rank only knows the state of the parameters whose elements it has. Rank zero writes the description of the whole
     state, so it needs names and sizes from all ranks. All ranks build the same description.
     """
-    mine = [
+    local_entries = [
         [*key, str(value.dtype).removeprefix("torch."), list(value.size)]
         if isinstance(value, TensorChunks)
         else [*key, None, value]
         for key, value in held.items()
     ]
     state: dict[int, dict[str, Any]] = {}
-    for theirs in all_gather_object(mine, group=optimizer.process_group, device=optimizer.join_device):
-        for index, name, dtype, content in theirs:
+    for entries in all_gather_object(local_entries, group=optimizer.process_group, device=optimizer.join_device):
+        for index, name, dtype, content in entries:
             absent = content if dtype is None else TensorChunks(torch.Size(content), getattr(torch, dtype), {})
             state.setdefault(index, {}).setdefault(name, held.get((index, name), absent))
     return dict(sorted(state.items()))
@@ -268,19 +268,19 @@ def load_state_dict(model: nn.Module | None, optimizer: Optimizer | None, state:
     if model is not None:
         # Both this model and the saved one may be compiled, completely or in part.
         bare = unwrap(model)
-        mine = bare.state_dict()
-        names = {plain_name(name): name for name in mine}
-        theirs = {names.get(plain_name(name), name): value for name, value in state["model"].items()}
+        current = bare.state_dict()
+        names = {plain_name(name): name for name in current}
+        loaded = {names.get(plain_name(name), name): value for name, value in state["model"].items()}
         # Directly into the model's memory, one tensor at a time: there may be no memory for a second copy.
-        stored = {name: value for name, value in theirs.items() if isinstance(value, StoredTensor)}
-        fits = theirs.keys() == mine.keys() and all(
-            isinstance(mine[name], Tensor) and value.size == mine[name].shape for name, value in stored.items()
+        stored = {name: value for name, value in loaded.items() if isinstance(value, StoredTensor)}
+        fits = loaded.keys() == current.keys() and all(
+            isinstance(current[name], Tensor) and value.size == current[name].shape for name, value in stored.items()
         )
         for name, value in stored.items():
             if fits:
-                value.load(TensorChunks.of(mine[name]))
-            theirs[name] = mine[name] if fits else value.read(mine.get(name))
-        bare.load_state_dict(theirs)
+                value.load(TensorChunks.of(current[name]))
+            loaded[name] = current[name] if fits else value.read(current.get(name))
+        bare.load_state_dict(loaded)
     if (compressed := _compressed(model)) is not None:
         load_compression_state(compressed, state.get("compression"))
     if optimizer is not None:
@@ -314,8 +314,8 @@ def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     parameters = dict(enumerate(_parameters_of(optimizer)))
     if not isinstance(optimizer, ZeroRedundancyOptimizer):
         entries = {
-            index: {name: read_tensors(value, parameters.get(index)) for name, value in each.items()}
-            for index, each in state["state"].items()
+            index: {name: read_tensors(value, parameters.get(index)) for name, value in entry.items()}
+            for index, entry in state["state"].items()
         }
         optimizer.load_state_dict({**state, "state": entries})
         return
@@ -435,15 +435,15 @@ def export_weights(model: nn.Module, path: Path, *, writes: bool = True) -> None
         writes: Whether this rank writes it.
     """
     # ``safetensors.torch.save_model`` also writes the other names, in an order that can differ between calls.
-    found: set[object] = set()
+    identities: set[object] = set()
     tensors: dict[str, Tensor] = {}
     for name, value in sorted(plain_names(model.state_dict(keep_vars=True)).items()):
         # Shards are not compared by memory: empty ones would seem tied on some ranks only.
         is_part = is_sharded(value)
         tensor = value if is_part else (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype)
-        if value.numel() == 0 or tensor not in found:
+        if value.numel() == 0 or tensor not in identities:
             tensors[name] = value
-        found.add(tensor)
+        identities.add(tensor)
     pieces = safetensors_pieces(tensors, {"format": "pt"})
     try:
         if writes:

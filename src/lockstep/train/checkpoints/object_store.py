@@ -77,22 +77,22 @@ class ObjectPath:
         self.store.invalidate_cache()  # other processes write as well
         from fsspec.core import strip_protocol
 
-        own = strip_protocol(self.url)
+        folder = strip_protocol(self.url)
         with suppress(FileNotFoundError):
             for path in self.store.ls(self.url, detail=False):
-                if path.rstrip("/") != own:  # the object itself, or an empty object that represents the folder
+                if path.rstrip("/") != folder:  # the object itself, or an empty object that represents the folder
                     yield self / path.rstrip("/").rpartition("/")[2]
 
     def exists(self) -> bool:
         """Return whether there is such an object, or any object below."""
         # By a listing: fsspec's ``exists`` returns False after any error.
-        return any(each.name == self.name for each in self.parent.iterdir())
+        return any(path.name == self.name for path in self.parent.iterdir())
 
     def open(self, mode: str) -> BinaryIO:
         """Open in mode ``rb`` or ``wb``. A written object becomes visible when the file is closed."""
-        how = {"block_size": _BLOCK_BYTES} if mode == "rb" else {}
+        options = {"block_size": _BLOCK_BYTES} if mode == "rb" else {}
         self.store.invalidate_cache()
-        return cast(BinaryIO, self.store.open(self.url, mode, **how))
+        return cast(BinaryIO, self.store.open(self.url, mode, **options))
 
     def read_bytes(self, start: int | None = None, stop: int | None = None) -> bytes:
         """Return the content, or a range of it; the range may extend beyond the end."""
@@ -174,14 +174,14 @@ class Lease:
 
     def take(self) -> bool:
         """Try to get the lease; return whether this process has it. Blocks until it is known, at most `LEASE_S`."""
-        found, since = self._newest(), time.monotonic()
-        while not _is_free(found[1]) and time.monotonic() - since < LEASE_S:
+        newest, since = self._newest(), time.monotonic()
+        while not _is_free(newest[1]) and time.monotonic() - since < LEASE_S:
             time.sleep(min(_POLL_S, RENEW_S))
             now = self._newest()
-            if now != found and not _is_free(now[1]):
+            if now != newest and not _is_free(now[1]):
                 return False
-            found = now
-        self._number = found[0] + 1
+            newest = now
+        self._number = newest[0] + 1
         try:
             self._place_of(self._number).write_bytes(self._content(), exclusive=True)
             self.check()  # some stores do not support exclusive writes
@@ -218,7 +218,7 @@ class Lease:
         return self._folder / f"lock-{number:010d}"
 
     def _numbers(self) -> list[int]:
-        return [int(match[1]) for each in self._folder.iterdir() if (match := _LEASE.fullmatch(each.name))]
+        return [int(match[1]) for path in self._folder.iterdir() if (match := _LEASE.fullmatch(path.name))]
 
     def _newest(self) -> tuple[int, bytes]:
         """Return the number and content of the valid lease; number 0 if there is none."""

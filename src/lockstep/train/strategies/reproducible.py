@@ -78,10 +78,10 @@ def explain_unordered(error: BaseException) -> None:
             "reproducible: the inputs of the model have more shapes than torch.compile makes graphs for, so others "
             "would have other bits.\nPad inputs to fewer shapes, or omit compile."
         ) from error
-    name, found, _ = str(error).partition(" does not have a deterministic implementation")
-    if found:
+    name, reason, _ = str(error).partition(" does not have a deterministic implementation")
+    if reason:
         raise ConfigurationError(
-            f"reproducible: {name}{found} on this device, so each run would have other bits.\n"
+            f"reproducible: {name}{reason} on this device, so each run would have other bits.\n"
             "Use another operation, or omit reproducible."
         ) from error
 
@@ -251,8 +251,8 @@ class Table:
         # Each shard belongs to one rank, and the others add zeros, which does not change any bit.
         all_reduce(everything, group=group)
         rows, flags = everything.cpu().split([self.rows.numel(), len(flags)])
-        found = [flag > 0 for flag in flags.tolist()]
-        return Table(rows.view_as(self.rows), found[: len(self.used)], found[len(self.used) :])
+        bits = [flag > 0 for flag in flags.tolist()]
+        return Table(rows.view_as(self.rows), bits[: len(self.used)], bits[len(self.used) :])
 
     @property
     def sizes(self) -> dict[int, int]:
@@ -350,20 +350,20 @@ class Reproducible(Strategy):
         self._in_use: trees.GradientRow | None = None  # ``param.grad`` are views of it
 
     @override
-    def run(self, micro: MicroBatch, how: Pass) -> None:
+    def run(self, micro: MicroBatch, context: Pass) -> None:
         """Run forward and backward of this process's virtual shards; sum the gradients of all shards.
 
-        Collective if there is a group and ``how.sync``: every rank, with or without samples.
+        Collective if there is a group and ``context.sync``: every rank, with or without samples.
         """
         for parameter in self._parameters:
             parameter.grad = None  # also those that the optimizer does not have
         if self._in_use is not None:
             # No gradient is a view of it now.
             self._sums.give_back([self._in_use])
-        table = self._compute(micro, how)
-        how.timer.begin("communication")
-        if not how.sync:  # a replay, or a step that is timed without communication
-            how.on_losses([table.loss(self._tree)])
+        table = self._compute(micro, context)
+        context.timer.begin("communication")
+        if not context.sync:  # a replay, or a step that is timed without communication
+            context.on_losses([table.loss(self._tree)])
             # In no fixed order: this is sufficient to find the origin of a NaN.
             total, *others = self._sums.take().values()
             for row in others:
@@ -371,17 +371,17 @@ class Reproducible(Strategy):
             self._sums.give_back(others)
             self._deliver(total, table.used)
             return
-        how.timer.marks.exposed_s = 0.0  # the waits of backward are counted in other phases
+        context.timer.marks.exposed_s = 0.0  # the waits of backward are counted in other phases
         if self.group is not None:
             table = table.over_ranks(self.group, self._device)
-        how.on_losses([table.loss(self._tree)])
+        context.on_losses([table.loss(self._tree)])
         self._buffers.finish(table.changed, table.sizes)
         rows = self._sums.take()
         total = self._exchange.sum(rows)
         self._sums.give_back([row for row in rows.values() if row is not total])
         self._deliver(total, table.used)
 
-    def _compute(self, micro: MicroBatch, how: Pass) -> Table:
+    def _compute(self, micro: MicroBatch, context: Pass) -> Table:
         """Run forward and backward of the shards. Afterwards the buffers are those of the start of the step."""
         batches = dict(zip(micro.numbers, micro.batches, strict=True))
         sizes = dict(zip(micro.numbers, micro.sizes, strict=True))
@@ -392,11 +392,11 @@ class Reproducible(Strategy):
             # A shard without samples is also a leaf of the tree.
             gradients: list[Tensor | None] = [None] * len(self._parameters)
             if leaf in sizes:
-                how.timer.begin("forward")
-                how.seed(leaf, device=self._device)
+                context.timer.begin("forward")
+                context.seed(leaf, device=self._device)
                 part = self._objective(self._model, batches[leaf], sizes[leaf])
-                how.timer.begin("backward")
-                how.scaled(part).backward()
+                context.timer.begin("backward")
+                context.scaled(part).backward()
                 parts[leaf] = part._replace(value=part.value.detach())
                 gradients = [parameter.grad for parameter in self._parameters]
                 self._model.zero_grad()

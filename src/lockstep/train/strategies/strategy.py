@@ -163,10 +163,10 @@ class Strategy(ABC):
         """Continue from ``state`` of any strategy, after model and optimizer were loaded."""
 
     @abstractmethod
-    def run(self, micro: MicroBatch, how: Pass) -> None:
+    def run(self, micro: MicroBatch, context: Pass) -> None:
         """Run forward and backward of ``micro``, adding to ``param.grad``.
 
-        Collective if ``how.sync`` and there is a group: every rank, with or without samples.
+        Collective if ``context.sync`` and there is a group: every rank, with or without samples.
         """
 
 
@@ -177,13 +177,13 @@ class Single(Strategy):
         self._model, self._objective = model, objective
 
     @override
-    def run(self, micro: MicroBatch, how: Pass) -> None:
-        how.timer.begin("forward")
+    def run(self, micro: MicroBatch, context: Pass) -> None:
+        context.timer.begin("forward")
         parts = [self._objective(self._model, *item) for item in zip(micro.batches, micro.sizes, strict=True)]
-        how.timer.begin("backward")
-        how.on_losses(parts)
+        context.timer.begin("backward")
+        context.on_losses(parts)
         for part in parts:
-            how.scaled(part).backward()
+            context.scaled(part).backward()
 
 
 class Replicated(Strategy):
@@ -197,7 +197,7 @@ class Replicated(Strategy):
         self._places = dict(enumerate(devices))
 
     @override
-    def run(self, micro: MicroBatch, how: Pass) -> None:
+    def run(self, micro: MicroBatch, context: Pass) -> None:
         if not micro.batches:
             return
         places = list(range(len(micro.batches)))
@@ -214,13 +214,13 @@ class Replicated(Strategy):
                 forward_ends.append(mark_on(self._places[0]))
             return part.value * part.weight
 
-        how.timer.begin("forward")
-        how.timer.name_phase("replicas")  # whose threads have both phases in the trace
-        scale = how.factor if how.scaler is None else how.factor * how.scaler.scale
+        context.timer.begin("forward")
+        context.timer.name_phase("replicas")  # whose threads have both phases in the trace
+        scale = context.factor if context.scaler is None else context.factor * context.scaler.scale
         self._engine.backward(loss, list(enumerate(micro.batches)), [scale] * len(micro.batches))
         self.exposed_s = self._engine.overhead_s
-        how.timer.begin("backward", at=forward_ends[0])
-        how.on_losses([part for part in parts if part is not None])
+        context.timer.begin("backward", at=forward_ends[0])
+        context.on_losses([part for part in parts if part is not None])
 
 
 class Distributed(Strategy):
@@ -287,10 +287,10 @@ class Distributed(Strategy):
                         "(redundancy=1 keeps one more)"
                     )
                 if self._redundancy:
-                    sent, kept = (f"{each / 2**20:.1f} MiB" for each in self._sharded.keep_copies())
+                    sent, held = (f"{num_bytes / 2**20:.1f} MiB" for num_bytes in self._sharded.keep_copies())
                     self.note = (
                         "redundancy: each rank keeps a copy of the optimizer state of the rank before it: "
-                        f"{sent} more sent per step, {kept} more memory and once more its part of that state"
+                        f"{sent} more sent per step, {held} more memory and once more its part of that state"
                     )
             optimizer = self._sharded
             # In shared memory a copy occupies a core, so overlapping it gains nothing.
@@ -308,15 +308,15 @@ class Distributed(Strategy):
         return model
 
     @override
-    def run(self, micro: MicroBatch, how: Pass) -> None:
-        """Collective: every rank, with or without samples; forward may exchange buffers whether or not ``how.sync``.
+    def run(self, micro: MicroBatch, context: Pass) -> None:
+        """Collective: every rank, with or without samples; forward may exchange buffers whatever ``context.sync`` is.
 
         Raises:
             ConfigurationError: On every rank: some have no samples, which torch's engine does not support here.
         """
         batch, num_samples = (micro.batches[0], len(micro.samples[0])) if micro.batches else (None, 0)
         with contextlib.ExitStack() as contexts:
-            if self._has_sync_layers and not how.all_have_samples():
+            if self._has_sync_layers and not context.all_have_samples():
                 if self.ours is None:
                     raise ConfigurationError(
                         "A batch leaves ranks without samples, so the model's SyncBatchNorm layers would wait "
@@ -324,16 +324,16 @@ class Distributed(Strategy):
                     )
                 # Ranks without samples take part in the synchronised layers of the others.
                 contexts.enter_context(self.ours.some_without_batch(has_batch=num_samples > 0))
-            if not how.sync:
+            if not context.sync:
                 contexts.enter_context(self._module.no_sync())  # type: ignore[operator]
-            how.timer.begin("forward")
+            context.timer.begin("forward")
             with contextlib.nullcontext() if self._sharded is None else self._sharded.wait_late():
                 part: Part = self._module(batch, num_samples)
-            how.timer.begin("backward")
-            how.on_losses([part] if num_samples else [])
-            if num_samples or how.sync:
+            context.timer.begin("backward")
+            context.on_losses([part] if num_samples else [])
+            if num_samples or context.sync:
                 # The engine's mean over the ranks becomes the sum again.
-                how.scaled(part, self._num_ranks).backward()
+                context.scaled(part, self._num_ranks).backward()
 
 
 @final
@@ -383,24 +383,24 @@ class FullyShard(Strategy):
         return model
 
     @override
-    def run(self, micro: MicroBatch, how: Pass) -> None:
+    def run(self, micro: MicroBatch, context: Pass) -> None:
         """Collective: every rank, with samples.
 
         Raises:
             ConfigurationError: On every rank: some have no samples.
         """
-        if not how.all_have_samples():
+        if not context.all_have_samples():
             raise ConfigurationError(
                 "A batch leaves ranks without samples, which would not take part in fsdp's collectives.\n"
                 "Omit the last batch of an epoch (drop_last=True in the task), or use strategy ddp-zero1."
             )
         # Set in each micro-batch, because torch's engine keeps the setting of the last one.
-        self._module.set_requires_gradient_sync(how.sync)  # type: ignore[operator]
-        how.timer.begin("forward")
+        self._module.set_requires_gradient_sync(context.sync)  # type: ignore[operator]
+        context.timer.begin("forward")
         part: Part = self._module(micro.batches[0], micro.sizes[0])
-        how.timer.begin("backward")
-        how.on_losses([part])
-        how.scaled(part, self._num_ranks).backward()  # torch's mean over the ranks becomes the sum again
+        context.timer.begin("backward")
+        context.on_losses([part])
+        context.scaled(part, self._num_ranks).backward()  # torch's mean over the ranks becomes the sum again
 
 
 def find_units(model: nn.Module) -> list[nn.Module]:
@@ -412,7 +412,7 @@ def find_units(model: nn.Module) -> list[nn.Module]:
     units = []
     for unit in dict.fromkeys(_children_of_lists(model)):
         inside = Counter(id(parameter) for module in unit.modules() for parameter in module.parameters(recurse=False))
-        if inside and all(uses[each] == count for each, count in inside.items()):
+        if inside and all(uses[parameter] == count for parameter, count in inside.items()):
             units.append(unit)
     return units
 
@@ -469,9 +469,9 @@ class LocalSteps(Strategy):
         every = settings.sync_every or _SYNC_EVERY[name]
         options = ["fragments", "sync_delay", "compression", "sync_patience"]
         options += ["outer_lr", "outer_momentum"] * (name == "diloco")
-        given = {option: getattr(settings, option) for option in options if getattr(settings, option) is not None}
+        values = {option: getattr(settings, option) for option in options if getattr(settings, option) is not None}
         engine = DiLoCo if name == "diloco" else LocalSGD
-        self.averaging = engine(model, None, every, process_group=world.group, **given)
+        self.averaging = engine(model, None, every, process_group=world.group, **values)
         self._weight: float | Tensor = 0.0
         who = "ranks" if self.step_group is None else "machines"
         self.note = f"{who} exchange parameters every {every} steps: by design not the same run as on one device"
@@ -488,16 +488,16 @@ class LocalSteps(Strategy):
         return copy
 
     @override
-    def run(self, micro: MicroBatch, how: Pass) -> None:
+    def run(self, micro: MicroBatch, context: Pass) -> None:
         """Collective in the replica, as `Distributed`."""
 
         def on_losses(parts: list[Part]) -> None:
             for part in parts:
                 self._weight = self._weight + part.out_of
-            how.on_losses(parts)
+            context.on_losses(parts)
 
         # A replica has only its part of the sum over the global batch, and scales it to its own mean.
-        self._inner.run(micro, replace(how, factor=how.factor * self.num_replicas, on_losses=on_losses))
+        self._inner.run(micro, replace(context, factor=context.factor * self.num_replicas, on_losses=on_losses))
 
     @override
     def agrees(self, step: int) -> bool:
@@ -531,7 +531,7 @@ class LocalSteps(Strategy):
     def _outer_model_state(self) -> dict[str, Any]:
         """Return the state of the model with outer parameters; tied parameters under each of their names."""
         outer, model = self.averaging.outer_state(), unwrap(self._model)
-        names = {id(each): name for name, each in (*self._model.named_parameters(), *self._model.named_buffers())}
+        names = {id(tensor): name for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers())}
         return {
             name: outer.get(names.get(id(value), ""), value)
             for name, value in plain_names(model.state_dict(keep_vars=True)).items()
@@ -541,14 +541,14 @@ class LocalSteps(Strategy):
     def state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the outer model instead of this rank's model, and ``replicas``. Collective: every rank. Blocks."""
         state = self.averaging.state_dict()
-        own, mine = state.pop("own"), {}
-        if own["rank"] == self._replica_rank:
-            mine = {**own, "model": plain_names(unwrap(self._model).state_dict())}
-            if own["rank"]:  # the optimizer of rank 0 is the checkpoint's ``optimizer``
-                mine["optimizer"] = optimizer.state_dict()["state"]
+        own_state, replica = state.pop("own"), {}
+        if own_state["rank"] == self._replica_rank:
+            replica = {**own_state, "model": plain_names(unwrap(self._model).state_dict())}
+            if own_state["rank"]:  # the optimizer of rank 0 is the checkpoint's ``optimizer``
+                replica["optimizer"] = optimizer.state_dict()["state"]
         from lockstep.train.checkpoints.checkpoint_storage import states_of_ranks  # imports DCP, which takes a second
 
-        everyone = states_of_ranks(mine, group=self.group, device=self._device)
+        everyone = states_of_ranks(replica, group=self.group, device=self._device)
         return {"model": self._outer_model_state(), "replicas": {**state, "own": everyone}}
 
     @override
@@ -568,13 +568,13 @@ class LocalSteps(Strategy):
             return
         replicas = dict(state["replicas"])
         everyone = replicas.pop("own")
-        kept = read_tensors(everyone[self._replica_rank]) if self._replica_rank < len(everyone) else {}
-        load_state_dict(self._model, None, {"model": kept.get("model", state["model"])})
-        if "optimizer" in kept:
-            optimizer.load_state_dict({**optimizer.state_dict(), "state": kept["optimizer"]})
+        replica = read_tensors(everyone[self._replica_rank]) if self._replica_rank < len(everyone) else {}
+        load_state_dict(self._model, None, {"model": replica.get("model", state["model"])})
+        if "optimizer" in replica:
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": replica["optimizer"]})
         # All ranks of a replica continue with the state of its first rank.
-        own = {**kept, "rank": self.group.rank(), "world_size": len(everyone) if kept else 0}
-        self.averaging.load_state_dict({**read_tensors(replicas), "own": own})
+        own_state = {**replica, "rank": self.group.rank(), "world_size": len(everyone) if replica else 0}
+        self.averaging.load_state_dict({**read_tensors(replicas), "own": own_state})
 
 
 # --- the division of a global batch -----------------------------------------------------------------------------------
