@@ -52,10 +52,14 @@ PEERS = {
 """By file, the name in the page."""
 DEADLINE_S = 100
 """A job that has not ended by then hangs; Lockstep's own watchdog waits 60 s."""
-EXACT = 1e-12
+EXACT = {"float64": 1e-12, "float32": 1e-5}
 ENDS_WELL = (0, 75)
 """Exit codes; 75 is that of a run of Lockstep that was stopped and has saved."""
 NUM_RANKS = (2, 3)
+KILLS = 3
+"""Runs that lose a rank, for each number of ranks: what a lost rank does to the others is a race."""
+RANKING = ("hangs", "refused", "not offered", "off", "equal", "same")
+"""Kinds of findings of them, the worst first."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,8 @@ ROWS = (
         Case(num_samples=53, evaluates=True), kind="metrics"),
     Row("killed", "A killed rank",
         "Rank 1 is killed by SIGKILL in step 7 of 16, the third of its epoch. One restart is allowed; scripts that "
-        "need a checkpoint save one after each epoch. The seconds are those until its successor has done a step, or "
+        "need a checkpoint save one after each epoch. Three runs; if they differ, the worst, and another. "
+        "The seconds are those until its successor has done a step, or "
         "until the job ends. The weights at the end are compared with those of one plain process.",
         Case(epochs=4, kill_at=7), kind="killed"),
     Row("fewer", "One batch less on one rank",
@@ -224,11 +229,14 @@ def distance(found: Sequence[float], wanted: Sequence[float]) -> float:
     return float((first - second).norm() / second.norm()) if len(first) == len(second) else float("inf")
 
 
-def of_distance(far: float, extra: str = "") -> Finding:
+def of_distance(far: float, case: Case, extra: str = "") -> Finding:
     """Return the finding of a relative difference."""
     if far == 0:
         return Finding("same", f"equal, bit for bit{extra}")
-    return Finding("equal", f"equal to 1e-12{extra}") if far <= EXACT else Finding("off", f"off by {far:.1e}{extra}")
+    limit = EXACT[case.dtype]
+    return (
+        Finding("equal", f"equal to {limit:g}{extra}") if far <= limit else Finding("off", f"off by {far:.1e}{extra}")
+    )
 
 
 def failure(job: Job) -> Finding | None:
@@ -237,8 +245,9 @@ def failure(job: Job) -> Finding | None:
         return Finding("not offered", "not offered", offered[0]["error"])
     if job.hangs:
         return Finding("hangs", "hangs", f"It had not ended after {DEADLINE_S} s.")
-    if (job.code not in ENDS_WELL and not job.is_done) or job.of("failed"):
-        return Finding("refused", "error", head(job.error))
+    if job.code not in ENDS_WELL and not job.is_done:
+        warned = re.search(r"UserWarning: (.*)", job.output)
+        return Finding("refused", "error", head(job.error) + (f" It warned: {warned[1]}" if warned else ""))
     return None
 
 
@@ -319,7 +328,8 @@ class Lab:
 
     def findings(self, row: Row, switch: str) -> dict[str, Finding]:
         """Return what came out, by number of ranks."""
-        case = replace(row.case, switch=switch)
+        dtype = switch if switch in EXACT else getattr(self.module, "DTYPE", "float64")
+        case = replace(row.case, switch=switch, dtype=dtype)
         judge = getattr(self, row.kind)
         if row.kind == "resume":
             moves = ((2, 2), (2, 3), (3, 2))
@@ -347,7 +357,7 @@ class Lab:
         extra = samples_of(job, case) + differ(job)
         if case.model == "dropout" and len({each["digest"] for each in job.of("dropped")[:num_ranks]}) == 1:
             extra += " (the same mask on all ranks)"
-        return of_distance(far, extra)
+        return of_distance(far, case, extra)
 
     def metrics(self, _row: Row, case: Case, num_ranks: int) -> Finding:
         """Compare the metrics."""
@@ -355,7 +365,7 @@ class Lab:
         if problem := failure(job):
             return problem
         found, wanted = job.of("metrics")[0], shared.plain_metrics(case)
-        return of_distance(max(abs(found[name] - value) / value for name, value in wanted.items()))
+        return of_distance(max(abs(found[name] - value) / value for name, value in wanted.items()), case)
 
     def resume(self, case: Case, num_first: int, num_then: int) -> Finding:
         """Stop and go on, and compare the weights with those of a run that did not stop."""
@@ -367,23 +377,32 @@ class Lab:
         if problem := failure(whole) or failure(then):
             return problem
         both = replace(then, records=[*first.records, *then.records])
-        return of_distance(distance(weights_of(then), weights_of(whole)), samples_of(both, case) + differ(then))
+        return of_distance(distance(weights_of(then), weights_of(whole)), case, samples_of(both, case) + differ(then))
 
     def killed(self, _row: Row, case: Case, num_ranks: int) -> Finding:
+        """Lose a rank several times; if the runs do not end alike, say how many did what."""
+        found = [self.killed_once(case, num_ranks) for _ in range(KILLS)]
+        worst = min(found, key=lambda each: RANKING.index(each.kind))
+        alike = [each for each in found if each.kind == worst.kind]
+        some = f" ({len(alike)} of {KILLS} runs)" if len(alike) < KILLS else ""
+        others = [f"; {each.text}" for each in found if each.kind != worst.kind]
+        return replace(worst, text=worst.text + some + "".join(others[:1]))
+
+    def killed_once(self, case: Case, num_ranks: int) -> Finding:
         """Say how long it took until the training went on, what was done again, and compare the weights."""
         job = self.job(case, num_ranks, restarts=1)
         if not job.of("killed"):
             return failure(job) or Finding("refused", "error", "Nothing was killed.")
         killed = job.of("killed")[0]
-        new = [each for each in job.of("step") if each["pid"] not in self.pids(job, killed)]
-        later = [each for each in new if each["t"] > killed["t"]]
         if problem := failure(job):
             seconds = job.records[0]["t"] + job.seconds - killed["t"]
-            return Finding(problem.kind, f"{problem.text} after {seconds:.0f} s", problem.note)
-        seconds = later[0]["t"] - killed["t"] if later else float("nan")
+            after = f" after {seconds:.0f} s" if problem.kind == "refused" else ""
+            return replace(problem, text=problem.text + after)
+        new = [each for each in job.of("step") if each["pid"] not in self.pids(job, killed)]
+        seconds = next((each["t"] - killed["t"] for each in new if each["t"] > killed["t"]), float("nan"))
         num_again = len(job.of("step")) // num_ranks - case.epochs * (case.num_samples // BATCH)
-        found = of_distance(distance(weights_of(job), self.plain(case)[1]), differ(job))
-        return Finding(found.kind, f"goes on after {seconds:.1f} s, {num_again} steps again; {found.text}")
+        found = of_distance(distance(weights_of(job), self.plain(case)[1]), case, differ(job))
+        return replace(found, text=f"goes on after {seconds:.1f} s, {num_again} steps again; {found.text}")
 
     @staticmethod
     def pids(job: Job, killed: dict[str, Any]) -> set[int]:
@@ -408,7 +427,7 @@ class Lab:
                 if len(ends) > 1
                 else Finding("equal", f"ends, ranks equal{left}")
             )
-        return of_distance(distance(weights_of(job), self.plain(case)[1]), differ(job))
+        return of_distance(distance(weights_of(job), self.plain(case)[1]), case, differ(job))
 
 
 # --- results ----------------------------------------------------------------------------------------------------------
@@ -433,7 +452,9 @@ def measure(row: Row, lab: Lab, command: str) -> None:
     cell = {"lines": lines, "versions": versions, "command": command, "provenance": asdict(provenance)}
     results = read()
     results["rows"].setdefault(row.key, {})[lab.peer] = cell
-    RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+    new = RESULTS.with_suffix(f".{os.getpid()}")
+    new.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+    new.replace(RESULTS)  # several may run at the same time
     for line in lines:
         for ranks, found in line["findings"].items():
             print(f"{row.key} {lab.peer} [{line['switch']}] {ranks}: {found['text']} {found['note']}", flush=True)

@@ -21,6 +21,7 @@ LEGEND = """\
 | cell | meaning |
 |---|---|
 | equal, bit for bit; equal to 1e-12 | the weights (or metrics) are those of the reference; relative difference |
+| equal to 1e-05 | the same in float32, as the project refuses float64 |
 | off by X | the relative difference of the weights at the end, or after the first step if that is larger |
 | samples again, left out | trained on more or less than once an epoch |
 | ranks differ | at the end, the ranks do not hold the same state |

@@ -6,22 +6,13 @@ import sys
 
 import torch
 
-from bench.conformance_peers.shared import Case, NotOffered, record
+from bench.conformance_peers.shared import Case, recorded
 
 
 def main() -> None:
     name, fields = sys.argv[1:]
     torch.set_num_threads(1)
-    record("start")
-    try:
-        importlib.import_module(f"bench.conformance_peers.{name}").train(Case(**json.loads(fields)))
-    except NotOffered as error:
-        record("not offered", error=str(error))
-    except BaseException as error:
-        if not isinstance(error, SystemExit):
-            record("failed", error=f"{type(error).__name__}: {error}")
-        raise
-    record("done")
+    recorded(importlib.import_module(f"bench.conformance_peers.{name}").train, Case(**json.loads(fields)))
 
 
 if __name__ == "__main__":

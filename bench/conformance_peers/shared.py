@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,7 @@ class Case:
     """The loader of rank 1 has one batch less than the others'."""
     alone: bool = False
     """After the first epoch, rank 0 alone calls a collective."""
+    dtype: str = "float64"
     switch: str = ""
     """Of the peer: one of its SWITCHES."""
     folder: str = ""
@@ -114,16 +115,29 @@ def kill_if_due(case: Case, rank: int, step: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def recorded(train: Callable[[Case], None], case: Case) -> None:
+    """Train, and record how it ended."""
+    record("start")
+    try:
+        train(case)
+    except NotOffered as error:
+        record("not offered", error=str(error))
+    except Exception as error:
+        record("failed", error=f"{type(error).__name__}: {error}")
+        raise
+    record("done")
+
+
 # --- data and models --------------------------------------------------------------------------------------------------
 
 
 class Samples(Dataset[Batch]):
     """Random vectors with classes; with ``tokens``, rows of 1 to 7 of them, padded to 7."""
 
-    def __init__(self, number: int, *, tokens: bool = False) -> None:
+    def __init__(self, number: int, dtype: str = "float64", *, tokens: bool = False) -> None:
         random = torch.Generator().manual_seed(7)
         shape = (number, LONGEST) if tokens else (number,)
-        self.inputs = torch.randn(*shape, WIDTH, generator=random, dtype=torch.float64)
+        self.inputs = torch.randn(*shape, WIDTH, generator=random, dtype=torch.float64).to(getattr(torch, dtype))
         self.labels = torch.randint(CLASSES, shape, generator=random)
         if tokens:
             lengths = torch.randint(1, LONGEST + 1, (number, 1), generator=random)
@@ -151,7 +165,7 @@ class Dropout(nn.Dropout):
 
 def make_data(case: Case) -> Samples:
     """Return the data set of the case."""
-    return Samples(case.num_samples, tokens=case.model == "tokens")
+    return Samples(case.num_samples, case.dtype, tokens=case.model == "tokens")
 
 
 def make_model(case: Case) -> nn.Sequential:
@@ -159,7 +173,7 @@ def make_model(case: Case) -> nn.Sequential:
     torch.manual_seed(0)
     extra: dict[str, list[nn.Module]] = {"batchnorm": [nn.BatchNorm1d(16)], "dropout": [Dropout(0.5)]}
     layers = [nn.Linear(WIDTH, 16), *extra.get(case.model, []), nn.Tanh(), nn.Linear(16, CLASSES)]
-    return nn.Sequential(*layers).double()
+    return nn.Sequential(*layers).to(getattr(torch, case.dtype))
 
 
 def make_optimizer(parameters: Any) -> Any:
