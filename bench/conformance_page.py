@@ -47,7 +47,10 @@ def write(results: Mapping[str, Any], rows: Sequence[Any], peers: Mapping[str, s
 
 def page(cells: Mapping[str, Any], rows: Sequence[Row], peers: Mapping[str, str], deadline_s: int) -> Iterator[str]:
     """Yield the lines of the page; only peers and rows of which there are runs."""
-    known = {peer: name for peer, name in peers.items() if any(peer in cells.get(row.key, {}) for row in rows)}
+    asked, known = (
+        rows,
+        {peer: name for peer, name in peers.items() if any(peer in cells.get(row.key, {}) for row in rows)},
+    )
     rows = [row for row in rows if row.key in cells]
     yield "# Is it the same run?\n"
     yield from (INTRO.replace("\n", " "), "", LEGEND.format(deadline=deadline_s), "")
@@ -63,7 +66,7 @@ def page(cells: Mapping[str, Any], rows: Sequence[Row], peers: Mapping[str, str]
         yield f"\n## {row.title} {{#{row.key}}}\n\n{row.question}\n"
         yield from details(cells[row.key], known)
     yield "\n## How it was measured\n"
-    yield from measured(cells, known)
+    yield from measured(cells, asked, peers)
 
 
 def is_right(row: Row, finding: Mapping[str, str]) -> bool:
@@ -138,7 +141,7 @@ def details(cells: Mapping[str, Any], known: Mapping[str, str]) -> Iterator[str]
         yield from (f"{number}. `{note.replace('`', chr(39))}`" for note, number in notes.items())
 
 
-def measured(cells: Mapping[str, Any], known: Mapping[str, str]) -> Iterator[str]:
+def measured(cells: Mapping[str, Any], rows: Sequence[Row], peers: Mapping[str, str]) -> Iterator[str]:
     """Yield versions, machine, dates and commits."""
     all_cells = [cell for row in cells.values() for cell in row.values()]
     versions = {name: number for cell in all_cells for name, number in cell["versions"].items()}
@@ -153,7 +156,7 @@ def measured(cells: Mapping[str, Any], known: Mapping[str, str]) -> Iterator[str
     yield f"- Machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory']}, {machine['os']}, "
     yield f"  Python {newest['versions']['python']}, torch {newest['versions']['torch']}."
     yield f"- Dates: {', '.join(dates)}. Commits: {', '.join(commits)}."
-    missing = [f"{name} ({', '.join(row for row in cells if peer not in cells[row])})"
-               for peer, name in known.items() if any(peer not in cells[row] for row in cells)]  # fmt: skip
-    if missing:
-        yield f"- Not run: {'; '.join(missing)}."
+    for peer, name in peers.items():
+        titles = [row.title for row in rows if peer not in cells.get(row.key, {})]
+        if titles:
+            yield f"- Not run yet, {name}: {'all' if len(titles) == len(rows) else ', '.join(titles)}."
