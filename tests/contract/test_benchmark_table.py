@@ -1,7 +1,9 @@
-"""The tables of figures in the README and docs/speed.md are those of the newest runs in bench/results."""
+"""The figures in the README, docs/speed.md and docs/comparison.md are those of the newest runs in bench/results."""
 
 import pytest
 
+from bench.conformance import DEADLINE_S, PEERS, ROWS, read
+from bench.conformance_page import PAGE, page
 from bench.report import gpu
 from bench.report.run import newest
 from bench.report.table import README, SPEED, between_marks, blocks
@@ -14,3 +16,7 @@ def test_the_table_is_that_of_the_newest_run(page):
 
 def test_the_gpu_results_are_those_of_the_filed_runs():
     assert between_marks(SPEED.read_text(), gpu.MARKS) == gpu.block(gpu.runs())
+
+
+def test_the_comparison_is_that_of_the_filed_runs():
+    assert PAGE.read_text() == "\n".join(page(read()["rows"], ROWS, PEERS, DEADLINE_S)) + "\n"

@@ -1,0 +1,111 @@
+"""`lockstep.fit` of a `Task`, as docs/task.md writes it."""
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import lockstep
+from bench.conformance_peers import shared
+from bench.conformance_peers.lockstep_script import SYNC, command
+from bench.conformance_peers.shared import Batch, Case, NotOffered, record
+
+PACKAGES = ("lockstep-torch",)
+EXACT = "reproducible=6"
+SWITCHES = {
+    "gradients": (EXACT,),
+    "batchnorm": (SYNC, EXACT),
+    "dropout": (EXACT,),
+    "resume": (EXACT,),
+}
+SHUFFLES_ALWAYS = True
+__all__ = ["command"]
+
+
+class Script:
+    """The callback of the case."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+
+    def on_step_end(self, run: Any) -> None:
+        """Stop, or call a collective on rank zero alone."""
+        if run.step == self.case.stop_at:
+            run.stop("the case says so")
+        if self.case.alone and run.step == run.steps_per_epoch and run.is_rank_zero:
+            dist.all_reduce(torch.zeros(1))
+
+    def on_end(self, run: Any) -> None:
+        """Record the weights."""
+        if not self.case.evaluates:
+            shared.record_end(run.model)
+
+
+def make_module(case: Case) -> nn.Module:
+    """Return the model of the task."""
+    module = shared.make_model(case)
+    return lockstep.SyncBatchNorm.convert_sync_batchnorm(module) if case.switch == SYNC else module
+
+
+def make_dataset(case: Case) -> Any:
+    """Return the data set; with ``fewer``, that of the victim lacks its last batch."""
+    data, rank = shared.make_data(case), dist.get_rank() if dist.is_initialized() else 0
+    is_short = case.fewer and rank == shared.VICTIM
+    return torch.utils.data.Subset(data, range(len(data) - shared.BATCH)) if is_short else data
+
+
+def loss(case: Case, model: nn.Module, batch: Batch) -> Any:
+    """Return the mean over samples, or the sum over tokens with their number."""
+    if torch.is_grad_enabled() and case.kill_at:
+        rank = dist.get_rank()
+        shared.kill_if_due(case, rank, loss.calls + 1)  # type: ignore[attr-defined]
+        loss.calls += 1  # type: ignore[attr-defined]
+    value, count = shared.loss_of(model, batch), shared.count_of(batch)
+    return lockstep.Loss(value * count, count) if case.model == "tokens" else value
+
+
+loss.calls = 0  # type: ignore[attr-defined]
+
+
+def metrics(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """Return the accuracy, a value for each sample."""
+    return {"accuracy": shared.right_of(model(batch["inputs"]), batch).double()}
+
+
+def train(case: Case) -> None:
+    """Train or evaluate."""
+    if case.edits:
+        raise NotOffered("A task has no place between backward and the step.")
+    if case.looks:
+        raise NotOffered("A task has no loader.")
+    task = lockstep.Task(
+        model=partial(make_module, case),
+        dataset=partial(make_dataset, case),
+        eval_dataset=partial(shared.make_data, case) if case.evaluates else None,
+        metrics=metrics if case.evaluates else None,
+        loss=partial(loss, case),
+        optimizer=lambda parameters: shared.make_optimizer(parameters),
+        schedule=(lambda optimizer, num_steps: shared.make_schedule(optimizer)) if case.schedule else None,
+        global_batch_size=shared.BATCH,
+        callbacks=[Script(case)],
+    )
+    if case.evaluates:
+        found = lockstep.evaluate(task, model=shared.make_model(case))
+        record("metrics", loss=found["loss"], accuracy=found["accuracy"])
+        return
+    checkpoint = Path(case.folder) / "saved" if case.stop_at or case.resumes or case.kill_at else None
+    result = lockstep.fit(
+        task,
+        epochs=case.epochs,
+        accumulate=case.accumulate,
+        clip=case.clip,
+        checkpoint=checkpoint,
+        reproducible=6 if case.switch == EXACT else None,
+        quiet=True,
+    )
+    if result.exit_code:
+        sys.exit(result.exit_code)
