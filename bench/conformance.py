@@ -17,12 +17,13 @@ import json
 import os
 import re
 import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -185,23 +186,50 @@ class Job:
         return 0 < len(self.of("start")) == len(self.of("done"))
 
 
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "PYTHONPATH": os.pathsep.join([str(REPO / "src"), str(REPO)]),
+}
+
+
+@cache
+def server_of(peer: str) -> subprocess.Popen[str]:
+    """Return a process that has imported ``peer`` and forks its ranks; it ends with this one."""
+    command = [sys.executable, shared.SCRIPT, "--serve", peer]
+    environment = {**os.environ, **ENVIRONMENT}
+    return subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+
+
 def run_job(peer: str, case: Case, num_ranks: int, *, restarts: int = 0) -> Job:
     """Run a training of ``peer`` to its end, or to the deadline."""
     module = importlib.import_module(f"bench.conformance_peers.{peer}")
     fields = {name: value for name, value in asdict(case).items() if value != getattr(Case, name)}
+    needs_launcher = restarts or case.fewer or case.alone or module.command is not shared.torchrun
     with tempfile.TemporaryDirectory() as out, (Path(out) / "output").open("w+") as output:
-        environment = {**os.environ, "CONFORMANCE_OUT": out, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        environment["PYTHONPATH"] = os.pathsep.join([str(REPO / "src"), str(REPO)])
-        command = [*module.command(num_ranks, restarts), peer, json.dumps(fields)]
-        started = subprocess.Popen(
-            command, cwd=case.folder, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
-        )
-        try:
-            hangs, code = False, started.wait(DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            hangs, code = True, -9
-            end(started.pid)
-            started.wait()
+        code: int | None
+        if needs_launcher:
+            environment = {**os.environ, **ENVIRONMENT, "CONFORMANCE_OUT": out}
+            command = [*module.command(num_ranks, restarts), peer, json.dumps(fields)]
+            started = subprocess.Popen(
+                command, cwd=case.folder, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
+            try:
+                code = started.wait(DEADLINE_S)
+            except subprocess.TimeoutExpired:
+                code = None
+                end(started.pid)
+                started.wait()
+        else:
+            server = server_of(peer)
+            assert server.stdin is not None and server.stdout is not None
+            job = {"num_ranks": num_ranks, "case": fields, "folder": case.folder, "deadline_s": DEADLINE_S}
+            job |= {"output": output.name, "environment": {"CONFORMANCE_OUT": out}}
+            print(json.dumps(job), file=server.stdin, flush=True)
+            code = json.loads(server.stdout.readline())
+        hangs, code = code is None, -9 if code is None else code
         ended = time.monotonic()
         records = []
         for file in Path(out).glob("*.jsonl"):
