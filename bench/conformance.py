@@ -51,6 +51,7 @@ PEERS = {
     "ray_train": "Ray Train",
 }
 """By file, the name in the page."""
+FORKS_DEADLINE_S = 30
 DEADLINE_S = 100
 """A job that has not ended by then hangs; Lockstep's own watchdog waits 60 s."""
 EXACT = {"float64": 1e-12, "float32": 1e-5}
@@ -203,14 +204,14 @@ def server_of(peer: str) -> subprocess.Popen[str]:
     )
 
 
-def run_job(peer: str, case: Case, num_ranks: int, *, restarts: int = 0) -> Job:
-    """Run a training of ``peer`` to its end, or to the deadline."""
+def run_job(peer: str, case: Case, num_ranks: int, *, restarts: int = 0, forks: bool = True) -> Job:
+    """Run a training of ``peer`` to its end, or to the deadline; with ``forks``, by its server if that is no matter."""
     module = importlib.import_module(f"bench.conformance_peers.{peer}")
     fields = {name: value for name, value in asdict(case).items() if value != getattr(Case, name)}
-    needs_launcher = restarts or case.fewer or case.alone or module.command is not shared.torchrun
+    forks = forks and not (restarts or case.fewer or case.alone) and module.command is shared.torchrun
     with tempfile.TemporaryDirectory() as out, (Path(out) / "output").open("w+") as output:
         code: int | None
-        if needs_launcher:
+        if not forks:
             environment = {**os.environ, **ENVIRONMENT, "CONFORMANCE_OUT": out}
             command = [*module.command(num_ranks, restarts), peer, json.dumps(fields)]
             started = subprocess.Popen(
@@ -225,10 +226,12 @@ def run_job(peer: str, case: Case, num_ranks: int, *, restarts: int = 0) -> Job:
         else:
             server = server_of(peer)
             assert server.stdin is not None and server.stdout is not None
-            job = {"num_ranks": num_ranks, "case": fields, "folder": case.folder, "deadline_s": DEADLINE_S}
+            job = {"num_ranks": num_ranks, "case": fields, "folder": case.folder, "deadline_s": FORKS_DEADLINE_S}
             job |= {"output": output.name, "environment": {"CONFORMANCE_OUT": out}}
             print(json.dumps(job), file=server.stdin, flush=True)
             code = json.loads(server.stdout.readline())
+            if code is None:  # it may be the fork that hangs
+                return run_job(peer, case, num_ranks, forks=False)
         hangs, code = code is None, -9 if code is None else code
         ended = time.monotonic()
         records = []
