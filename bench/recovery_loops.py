@@ -1,4 +1,4 @@
-"""What the ranks of bench/recovery.py run: one small model in the loop that each contender's documentation gives.
+"""What the ranks of bench/recovery.py and goodput.py run: a small model in the loop of each contender's documentation.
 
 Each process appends lines to FOLDER/log: seconds of the clock that all processes share, what happened (``start``,
 ``spare``, ``built``, ``ready``, ``begin`` or ``done`` of a step), rank, process, step, its part of the global batch.
@@ -52,6 +52,8 @@ def parse() -> argparse.Namespace:
     made.add_argument("--backend")
     made.add_argument("--digests", action="store_true")
     made.add_argument("--checkpoints", action="store_true", help="of fit")
+    made.add_argument("--every", type=int, default=CHECKPOINT_EVERY, help="steps between checkpoints, not of fit")
+    made.add_argument("--save", type=float, default=0.0, help="seconds that writing one takes, not of fit")
     return made.parse_args()
 
 
@@ -156,7 +158,8 @@ def from_checkpoint(options: argparse.Namespace, log: Log, wrap: Callable[[Any],
         optimizer.zero_grad()
         step += 1
         done(options, log, module, step, 1 / size)
-        if step % CHECKPOINT_EVERY == 0 and rank == 0:
+        if step % options.every == 0 and rank == 0:
+            time.sleep(options.save)
             state = {"step": step, "model": module.state_dict(), "optimizer": optimizer.state_dict()}
             torch.save(state, f"{path}.new")
             os.replace(f"{path}.new", path)
