@@ -1,14 +1,17 @@
 """The commands and their flags: scripts depend on them, so they change only on purpose."""
 
 import difflib
+import inspect
 from pathlib import Path
 
 import click
 import pytest
 from torch.distributed.run import get_args_parser
 
+import lockstep
 from lockstep.cli import group
 from lockstep.launcher.cli import build_parser
+from lockstep.train.settings import Settings
 
 FROZEN = Path(__file__).parent / "cli_flags.txt"
 HOW_TO_UPDATE = (
@@ -54,6 +57,20 @@ def test_flags_are_frozen():
     changes = difference(FROZEN.read_text().splitlines(), current_flags())
     if changes:
         pytest.fail("\n".join([HOW_TO_UPDATE, *changes]), pytrace=False)
+
+
+# Flags that are a file of the command, or a field of the function's ``settings`` (of `tune`: ``start``).
+FILES, SETTINGS = {"json", "html", "out", "set", "settings", "trace", "help"}, {*Settings.__dataclass_fields__}
+
+
+@pytest.mark.parametrize("name", ["compare", "evaluate", "report", "tune", "verify"])
+def test_a_flag_has_the_name_of_the_functions_parameter(name):
+    spelled = {line.split(" --")[1].partition("/")[0] for line in current_flags() if f"lockstep {name} --" in line}
+    parameters = set(inspect.signature(getattr(lockstep, name)).parameters)
+    # verify --strategy selects a check that is no public function.
+    others = FILES | ({"strategy"} if name == "verify" else set())
+    others |= SETTINGS if parameters & {"settings", "start"} else set()
+    assert {flag.replace("-", "_") for flag in spelled} - others - parameters == set()
 
 
 def test_flags_walks_groups_options_and_arguments():

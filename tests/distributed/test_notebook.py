@@ -21,7 +21,7 @@ task = make_task()
 """,
     'result = lockstep.fit(task, devices=2, epochs=3, run_dir="run"); result',
     "lockstep.verify(task, devices=2, quiet=True)",
-    'lockstep.compare(task, devices=2, strategies=["ddp"], num_rounds=2, num_steps=3, memory=False, quiet=True)',
+    'lockstep.compare(task, devices=2, strategies=["ddp"], rounds=2, steps=3, memory=False, quiet=True)',
     'lockstep.report("run")',
     'lockstep.fit(task, devices=2, strategy="none")',
     """

@@ -79,9 +79,9 @@ _COMPARED = ("seed", "global_batch_size", "precision", "workers")
 @takes_task
 @_DEVICES
 @_STRATEGIES
-@click.option("--rounds", "num_rounds", type=int, default=10, show_default=True, metavar="N", help="Number of rounds.")
-@click.option("--steps", "num_steps", type=int, metavar="N", help="Steps per round; default: about half a second each.")
-@click.option("--warmup", "num_warmup", type=int, default=5, show_default=True, metavar="N", help="Steps before that.")
+@click.option("--rounds", type=int, default=10, show_default=True, metavar="N", help="Number of rounds.")
+@click.option("--steps", type=int, metavar="N", help="Steps per round; default: about half a second each.")
+@click.option("--warmup", type=int, default=5, show_default=True, metavar="N", help="Steps before that.")
 @settings_options(Settings, *_COMPARED)
 @click.option("--memory/--no-memory", default=True, help="Measure peak memory in new processes; default: on.")
 @_PRICE

@@ -333,12 +333,23 @@ class Sweep(Shown):
 
     @property
     def verdict(self) -> str:
-        """The result, in one sentence."""
-        if self.found == self.start:
-            return "No change is faster than the settings at the start."
-        if self.total is None:
-            return "The total gain was not measured: time was up."
-        return f"All changes together: {_times(self.total)} of the settings at the start."
+        """The result, and the changes that seemed faster when their time was up."""
+        text = "No allowed change is faster than the settings at the start."
+        if self.found != self.start:
+            text = "The total gain was not measured: time was up."
+            if self.total is not None:
+                text = f"All changes together: {_times(self.total)} of the settings at the start."
+        seemed, factor = [], 2.0
+        for each in self.results:
+            early = each.stage != TOGETHER and each.num_rounds < FEWEST_ROUNDS
+            if early and each.ratio and each.ratio.median >= WORTH:
+                seemed.append(f"{in_words(each.changes)} {each.ratio.median:.2f} times as fast")
+                factor = max(factor, FEWEST_ROUNDS / each.num_rounds)
+        if not seemed:
+            return text
+        longer = f"run again with --minutes {math.ceil(factor * self.seconds / 60)}"
+        text = text.replace("is faster", "is known to be faster")
+        return f"{text} When time was up, these seemed faster: {'; '.join(seemed)}: {longer}."
 
     def threads(self, settings: FitSettings) -> int:
         """Return the number of threads of one process in a run with these settings."""

@@ -204,10 +204,35 @@ def test_the_file_says_what_each_setting_gave_and_train_reads_it(tmp_path):
     assert FitSettings(**read_settings(tmp_path / "tuned.toml")) == FitSettings(devices=2, clip=1.0, workers=2)
 
 
+@pytest.mark.parametrize(("rounds", "seconds", "minutes"), [(3, 300, 10), (1, 60, 5)])
+def test_what_seemed_faster_when_time_was_up_is_in_the_verdict(rounds, seconds, minutes):
+    slower = Result("loading", {"workers": 2}, Effect.BITS, Spread(0.9, 0.8, 1.1), rounds)
+    one = Result("strategy", {"strategy": "dp"}, Effect.ROUNDING, Spread(2.32, 0.9, 2.4), rounds)
+    two = Result("precision", {"precision": "bf16"}, Effect.ARITHMETIC, Spread(3.0, 2.9, 3.1), 3)
+    nothing = replace(OUTCOME, found=OUTCOME.start, total=None, results=[slower, one, two], seconds=seconds)
+    seemed = "When time was up, these seemed faster: strategy dp 2.32 times as fast"
+    again = f"run again with --minutes {minutes}."
+    assert nothing.verdict == (
+        "No allowed change is known to be faster than the settings at the start. "
+        f"{seemed}; precision bf16 3.00 times as fast: {again}"
+    )
+    assert replace(OUTCOME, results=[*OUTCOME.results, one], seconds=seconds).verdict == (
+        f"All changes together: 1.52 times the samples/s (1.41 to 1.61) of the settings at the start. {seemed}: {again}"
+    )
+    assert replace(nothing, results=[slower]).verdict == "No allowed change is faster than the settings at the start."
+
+
+def test_a_total_that_time_did_not_reach_is_not_a_change_that_seemed_faster():
+    total = Result("all together", {"workers": 2}, Effect.BITS, Spread(1.5, 1.4, 1.6), 2, "time was up after 2 rounds")
+    assert replace(OUTCOME, results=[*OUTCOME.results[:1], total], total=None).verdict == (
+        "The total gain was not measured: time was up."
+    )
+
+
 def test_nothing_found_leaves_what_there_was(tmp_path):
     outcome = replace(OUTCOME, found=OUTCOME.start, total=Spread(1.01, 0.9, 1.1))
     text = tuning.as_file(outcome, task_file="mine.py", file="tuned.toml", facts={})
-    assert "# No change is faster than the settings at the start.\n" in text
+    assert "# No allowed change is faster than the settings at the start.\n" in text
     (tmp_path / "tuned.toml").write_text(text)
     assert read_settings(tmp_path / "tuned.toml") == {"devices": 2, "strategy": "ddp", "clip": 1.0}
 

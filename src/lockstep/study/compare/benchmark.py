@@ -63,9 +63,9 @@ def compare(
     *,
     devices: int = 2,
     strategies: Sequence[str] = STRATEGIES,
-    num_steps: int | None = None,
-    num_rounds: int = 10,
-    num_warmup: int = 5,
+    steps: int | None = None,
+    rounds: int = 10,
+    warmup: int = 5,
     settings: Settings | None = None,
     memory: bool = True,
     price: str | None = None,
@@ -80,9 +80,9 @@ def compare(
         task: A task, or where to find it: ``FILE.py`` or ``FILE.py:NAME``.
         devices: Devices for all strategies except ``single``.
         strategies: The strategies that take part.
-        num_steps: Steps of a turn; None: as many as the fastest needs for about half a second.
-        num_rounds: Number of rounds.
-        num_warmup: Steps of each strategy before the first round.
+        steps: Steps of a turn; None: as many as the fastest needs for about half a second.
+        rounds: Number of rounds.
+        warmup: Steps of each strategy before the first round.
         settings: How to train; ``steps`` and ``epochs`` have no meaning here.
         memory: Whether to measure peak memory, in fresh processes.
         price: Of a device for an hour, such as ``2.50 EUR``.
@@ -97,10 +97,10 @@ def compare(
     loaded = load(task, prepares=True)
     device_type = default_device().type
     taking_part, left_out = choose(strategies, cuda=device_type == "cuda")
-    check_numbers(devices, rounds=num_rounds, warmup=num_warmup, steps=num_steps)
+    check_numbers(devices, rounds=rounds, warmup=warmup, steps=steps)
     check_batch(loaded, settings, devices)
     # The schedule, if the task has one, covers the longest possible run.
-    settings = replace(settings, epochs=None, steps=num_warmup + num_rounds * (num_steps or MOST_STEPS))
+    settings = replace(settings, epochs=None, steps=warmup + rounds * (steps or MOST_STEPS))
     num_cores = torch.get_num_threads()
     setup = Setup(
         task=Path(task).name if isinstance(task, str) else loaded.name,
@@ -111,9 +111,9 @@ def compare(
         # Before our own processes start, because their load would be included.
         busy_cores=measure_busy_cores(),
         global_batch_size=settings.global_batch_size or loaded.global_batch_size,
-        num_steps=num_steps or 0,
-        num_rounds=num_rounds,
-        num_warmup=num_warmup,
+        num_steps=steps or 0,
+        num_rounds=rounds,
+        num_warmup=warmup,
         seed=settings.seed,
         precision=settings.precision,
         price=Price.read(price),

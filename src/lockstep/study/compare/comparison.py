@@ -204,7 +204,7 @@ class Comparison(Shown):
 # The same as tables of at most 80 columns, for a terminal and for the page.
 
 
-_TIMED = ("data_wait", "forward", "backward", "exposed", "optimizer")
+_TIMED = ("data_wait", "forward", "backward", "exposed", "optimizer", "core_wait", "other")
 
 
 def tables(comparison: Comparison) -> tuple[Table, Table]:
@@ -215,7 +215,7 @@ def tables(comparison: Comparison) -> tuple[Table, Table]:
         f"{setup.num_rounds} rounds of {setup.num_steps} steps"
     )
     of_speed = ("samples/s", "speed-up", "low - high", "peak MiB", "loss", "vs single")
-    of_step = ("step", "data wait", "forward", "backward", "exposed", "optimizer", "other")
+    of_step = ("step", "data\nwait", "forward", "backward", "exposed", "optimizer", "core\nwait", "other")
     speeds, steps = [], []
     for candidate in comparison.contenders:
         rate, gain, difference = number(candidate.samples_per_s.median), candidate.speed_up, candidate.loss_difference
@@ -226,10 +226,8 @@ def tables(comparison: Comparison) -> tuple[Table, Table]:
         times, loss = f"{gain.median:.2f}x", f"{candidate.last_loss:.4f}"
         speeds.append((candidate.strategy, rate, times, span, peak, loss, against))
         step = candidate.step
-        *before, exposed, update = (_ms(step.part(name)) for name in _TIMED)
-        exposed = "-" if step.exposed_s is None else exposed
-        after = exposed, update, _ms(step.other_s + step.part("core_wait"))
-        steps.append((candidate.strategy, _ms(step.total_s), *before, *after))
+        parts = ("-" if (taken_s := getattr(step, f"{name}_s")) is None else _ms(taken_s) for name in _TIMED)
+        steps.append((candidate.strategy, _ms(step.total_s), *parts))
     return (
         Table(title, ("strategy", *of_speed), speeds, numbers=of_speed),
         Table("Time per step (ms)", ("strategy", *of_step), steps, numbers=of_step),
@@ -247,7 +245,8 @@ def footnotes(comparison: Comparison) -> list[str]:
         "Samples/s and times: medians of the rounds. Speed-up: samples/s over single's. Low - high: the range of the "
         "speed-up within a round, in which all take turns, with 90% certainty (sign test; from 5 rounds on). "
         "Exposed: communication that backward does not hide (backward with synchronisation less backward without; for "
-        "dp, copying weights and gradients).",
+        "dp, copying weights and gradients). Core wait: other programs or threads had the core. Other: Python between "
+        "the parts, and what the medians of the parts do not add up to.",
         f"The loss is that of step {setup.num_steps_in_all}, on the same samples for all.",
     ]
     if setup.device == "cpu":

@@ -314,7 +314,8 @@ def test_the_footnotes_name_the_statistics():
         "Samples/s and times: medians of the rounds. Speed-up: samples/s over single's. Low - high: the range of the "
         "speed-up within a round, in which all take turns, with 90% certainty (sign test; from 5 rounds on). "
         "Exposed: communication that backward does not hide (backward with synchronisation less backward without; for "
-        "dp, copying weights and gradients)."
+        "dp, copying weights and gradients). Core wait: other programs or threads had the core. Other: Python between "
+        "the parts, and what the medians of the parts do not add up to."
     )
 
 
@@ -348,9 +349,21 @@ def test_the_tables_fit_80_columns_with_no_figure_cut():
     assert ["single", "320k", "1.00x", "-", "20,000", "1.0000", "-"] in rows
     assert ["dp", "533k", "1.67x", "1.67", "-", "1.67", "80,000", "1.0000", "0"] in rows
     assert ["torch-ddp", "557k", "1.74x", "1.74", "-", "1.74", "80,000", "1.0000", "+1.0e-05"] in rows
-    assert ["single", "0.20", "0.00", "0.05", "0.10", "-", "0.05", "0.00"] in rows
-    assert ["ddp", "0.11", "0.02", "0.02", "0.04", "0.01", "0.02", "0.00"] in rows
+    assert ["single", "0.20", "0.00", "0.05", "0.10", "-", "0.05", "0.00", "0.00"] in rows
+    assert ["ddp", "0.11", "0.02", "0.02", "0.04", "0.01", "0.02", "0.00", "0.00"] in rows
     assert "torch-dp was left out: it does nothing on CPUs." in text
+
+
+def test_waiting_for_a_core_is_not_called_other():
+    # Of 80 ms, the model's parts take 40, and 38 are a wait for a core.
+    single, dp = contender("single", 20.0), contender("dp", 40.0, core_wait_ms=38.0)
+    turns = tuple(replace(turn, times=replace(turn.times, total_s=turn.times.total_s + 0.040)) for turn in dp.turns)
+    _, table = tables(comparison(single, replace(dp, turns=turns, single=single, num_devices=2)))
+    assert table.columns[6:] == ("optimizer", "core\nwait", "other")
+    assert table.rows[1] == ("dp", "80.00", "0.00", "10.00", "20.00", "-", "10.00", "38.00", "2.00")
+    on_gpu = tuple(replace(turn, times=replace(turn.times, core_wait_s=None)) for turn in single.turns)
+    _, table = tables(comparison(replace(single, turns=on_gpu, single=None, num_devices=2)))
+    assert table.rows[0][-2:] == ("-", "0.00")
 
 
 def test_steps_of_seconds_fit_80_columns():
