@@ -528,33 +528,9 @@ def to_record(found: Forecast, provenance: Provenance) -> dict[str, Any]:
     return {"version": 1, **asdict(found), "verdict": verdict, "provenance": asdict(provenance)}
 
 
-_COLOURS = (drawing.BLUE, drawing.ORANGE, drawing.GREEN, drawing.VERMILION, drawing.SKY, drawing.PURPLE, drawing.GREY)
-
-
 def render_page(found: Forecast, provenance: Provenance, command: str) -> str:
-    """Return verdict, plot and table as an HTML page."""
-    with drawing.drawing_style():
-        plot = _plot(found)
+    """Return verdict and table as an HTML page."""
     shown = table(found)
-    body = drawing.figures_body(plot, [shown], footnotes(found), command, provenance)
+    body = drawing.figures_body("", [shown], footnotes(found), command, provenance)
     heading = f"{found.task} on several machines"
     return drawing.html_page(f"{found.task}: lockstep predict", heading, shown.title, sentences(found), body)
-
-
-def _plot(found: Forecast) -> str:
-    """Plot the efficiency over the number of machines, one line per method."""
-    figure, axes = drawing.make_axes(3.6, grid="y")
-    words = []
-    for place, row in enumerate(found.rows):
-        counts = list(row.steps)
-        percents = [100 * found.efficiency(row, count) for count in counts]
-        look = {"color": _COLOURS[place % len(_COLOURS)], "linestyle": "-" if place < len(_COLOURS) else "--"}
-        axes.plot(counts, percents, marker="o", markersize=3.5, linewidth=1.8, label=row.method.name, **look)
-        listed = ", ".join(f"{percent:.0f}% on {count}" for count, percent in zip(counts, percents, strict=True))
-        words.append(f"{row.method.name} {listed}")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(counts, [str(count) for count in counts])
-    axes.minorticks_off()
-    axes.set(ylim=(0, None), xlabel="machines", ylabel="efficiency, %")
-    drawing.legend_above(axes, 3)
-    return drawing.finish_plot("Efficiency over machines", f"Lines of efficiency: {'; '.join(words)}.", figure)
