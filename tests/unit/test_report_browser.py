@@ -20,12 +20,15 @@ PROBE = """
 function probe() {
   const plots = [...document.querySelectorAll(".plot")], texts = [...document.querySelectorAll(".plot text")];
   if (!plots.every(e => e.querySelector(".main-svg"))) return setTimeout(probe, 50);
+  const keys = [...document.querySelectorAll(".legend button")].slice(0, 3);
+  if (keys[1].ariaPressed === "true") {
+    keys[1].click();
+    return setTimeout(probe, 500);  // it draws again
+  }
   const wide = [...document.querySelectorAll("main *")].filter(e => !e.closest(".scroll, details, svg") &&
     e.getBoundingClientRect().right > innerWidth + 1);
   const style = getComputedStyle(document.body);
   document.querySelectorAll("details").forEach(e => e.open = true);
-  const keys = [...document.querySelectorAll(".legend button")].slice(0, 3);
-  keys[1].click();
   const first = plots[0].data.map(trace => trace.visible !== false);
   document.title = JSON.stringify({
     width: innerWidth, page: document.documentElement.scrollWidth, wide: wide.map(e => e.tagName),
@@ -71,7 +74,7 @@ def look(path, tmp_path, *, width, dark):
         text=True,
         timeout=90,
     )
-    found = re.search(r"\{.*\}", done.stdout)
+    found = re.search(r"\{\"width.*\}", done.stdout)
     assert found is not None, done.stderr[-2000:]
     return json.loads(found[0])
 

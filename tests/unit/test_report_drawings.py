@@ -170,7 +170,7 @@ def test_memory_and_load_are_drawn_over_the_time(tmp_path):
     ]
     view = view_run(write_run(tmp_path / "run", ranks))
     found = drawn(view)
-    names = ["Memory of each process", "GPU busy", "CPU"]  # but nothing that is always 0
+    names = ["Memory of each process", "CPU", "GPU busy"]  # but nothing that is always 0
     assert list(found)[-3:] == names
     rank = trace_of(found["Memory of each process"], "rank 1")
     assert (rank["x"], rank["y"]) == ([0.0333, 0.0667, 0.1, 0.1333], [1.0] * 4)
@@ -230,9 +230,7 @@ def test_bars_and_timeline_have_the_same_parts(tmp_path):
         "exchange": [(9, 1), (12, 1)],
         "other": [(10, 4), (13, 1)],
     }
-    assert "Waiting for a core, 14% of the time, is at the end of each phase" in "".join(
-        draw(view_run(tmp_path / "run"))
-    )
+    assert "Waiting for a core (14% of the time) is the end of each phase" in "".join(draw(view_run(tmp_path / "run")))
 
 
 def test_each_rank_has_a_row_with_its_parts_memory_and_load(tmp_path):

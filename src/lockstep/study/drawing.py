@@ -113,7 +113,9 @@ def plot(heading: str, alt: str, traces: Sequence[Attributes], layout: Attribute
 def html_table(table: Table) -> str:
     """Return a table without its title; it scrolls on narrow screens."""
     looks = ["" if column in table.numbers else ' class="text"' for column in table.columns]
-    head = "".join(f'<th scope="col"{look}>{escape(name)}</th>' for look, name in zip(looks, table.columns, strict=True))
+    head = "".join(
+        f'<th scope="col"{look}>{escape(name)}</th>' for look, name in zip(looks, table.columns, strict=True)
+    )
     rows = []
     for first, *others in ([str(cell) for cell in row] for row in table.rows):
         cells = "".join(f"<td{look}>{escape(cell)}</td>" for look, cell in zip(looks[1:], others, strict=True))

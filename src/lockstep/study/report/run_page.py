@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from html import escape
-from itertools import chain, cycle
+from itertools import chain, cycle, starmap
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -112,14 +112,16 @@ def _folded(tables: Sequence[Table]) -> str:
 
 # All figures as tables: for readers who cannot see the plots, and for values that plots omit.
 
-# The load values of a ``machine`` line, by name: description with unit.
-LOADS = {
-    "cpu_percent": "CPU, % of a core",
-    "workers_cpu_percent": "loaders, % of a core",
-    "core_wait_percent": "waiting for a core, %",
-    "gpu_percent": "GPU busy, %",
-    "gpu_throttled_percent": "GPU slowed by power or heat, %",
-}
+# The figures of a ``machine`` line: name, heading and unit.
+_MACHINE = (
+    ("rss_bytes", "memory of each process", "MiB"),
+    ("memory_bytes", "memory of each device", "MiB"),
+    ("cpu_percent", "CPU", "% of a core"),
+    ("workers_cpu_percent", "loaders", "% of a core"),
+    ("core_wait_percent", "waiting for a core", "%"),
+    ("gpu_percent", "GPU busy", "%"),
+    ("gpu_throttled_percent", "GPU slowed by power or heat", "%"),
+)
 
 
 def about_table(view: View, baselines: Sequence[BaselineComparison]) -> Table:
@@ -134,9 +136,13 @@ def about_table(view: View, baselines: Sequence[BaselineComparison]) -> Table:
 def ranks_table(view: View) -> Table:
     """Return a row for each rank: milliseconds by part, how often it was last, memory and load."""
     figures, ranks = view.figures, view.run.ranks
-    loads = [name for name in LOADS if any(record.mean(name) for record in ranks.values())]
+    loads = {
+        name: f"{heading}, {unit}"
+        for name, heading, unit in _MACHINE
+        if unit != "MiB" and any(record.mean(name) for record in ranks.values())
+    }
     labels = (part.label for part in PARTS.values())
-    columns = ["rank", "device", *labels, "all", "comes last", "peak MiB", *(LOADS[name] for name in loads)]
+    columns = ["rank", "device", *labels, "all", "comes last", "peak MiB", *loads.values()]
     peak = "rss_peak_bytes" if view.device == "cpu" else "memory_peak_bytes"
     rows = []
     for rank, record in sorted(ranks.items()):
@@ -181,17 +187,6 @@ MOST_POINTS = 600
 # Metrics of each kind: a record may have any number.
 _MOST_METRICS = 50
 
-# The figures of the machine over time: name, heading and unit.
-_OVER_TIME = (
-    ("rss_bytes", "Memory of each process", "MiB"),
-    ("memory_bytes", "Memory of each device", "MiB"),
-    ("gpu_percent", "GPU busy", "%"),
-    ("gpu_throttled_percent", "GPU slowed by power or heat", "%"),
-    ("cpu_percent", "CPU", "% of a core"),
-    ("workers_cpu_percent", "CPU of the loaders", "% of a core"),
-    ("core_wait_percent", "Waiting for a core", "%"),
-)
-
 # The events that curves show. Those that are planned are short lines, as there may be many.
 _MARKS = dict.fromkeys(("recovery", "restart", "resume", "skipped", "error", "stop"), drawing.ORANGE)
 _MARKS |= {"straggler": drawing.GREY, "profile": drawing.GREY}
@@ -216,16 +211,19 @@ def draw(view: View, baselines: Sequence[BaselineComparison] = ()) -> list[str]:
     events = [event for each in runs.values() for event in each.run.events]
     metrics = dict.fromkeys(name for event in events for name in event.metrics or {} if name != "loss")
     logged = dict.fromkeys(name for each in runs.values() for line in each.run.zero.steps for name in line.logged)
+    begin_s = _begin_s(view)
+    over_steps = partial(_over_steps, runs, _marks(view, lambda event: float(event.step)))
+    over_time = partial(_over_time, runs, _marks(view, lambda event: (event.time - begin_s) / 60))
     plots = [
         _parts(view),
         draw_timeline(view),
-        _over_steps(runs, "Loss", "loss of the global batch", lambda step: step.loss, metric="loss"),
-        *(_over_steps(runs, f"Evaluation: {name}", "evaluated", metric=name) for name in [*metrics][:_MOST_METRICS]),
-        _over_steps(runs, "Throughput", "samples/s", lambda step: step.samples / (step.lasted_s or math.nan)),
-        _over_steps(runs, "Learning rate", "learning rate", lambda step: step.learning_rate),
-        _over_steps(runs, "Gradient norm", "before clipping", lambda step: step.grad_norm),
-        *(_over_steps(runs, f"Logged: {name}", "logged", partial(_logged, name)) for name in [*logged][:_MOST_METRICS]),
-        *(_over_time(runs, *figure) for figure in _OVER_TIME),
+        over_steps("Loss", "loss of the global batch", lambda step: step.loss, metric="loss"),
+        *(over_steps(f"Evaluation: {name}", "evaluated", metric=name) for name in [*metrics][:_MOST_METRICS]),
+        over_steps("Throughput", "samples/s", lambda step: step.samples / (step.lasted_s or math.nan)),
+        over_steps("Learning rate", "learning rate", lambda step: step.learning_rate),
+        over_steps("Gradient norm", "before clipping", lambda step: step.grad_norm),
+        *(over_steps(f"Logged: {name}", "logged", partial(_logged, name)) for name in [*logged][:_MOST_METRICS]),
+        *starmap(over_time, _MACHINE),
     ]
     return [plot for plot in plots if plot is not None]
 
@@ -250,6 +248,7 @@ def _parts(view: View) -> str | None:
 
 def _over_steps(
     runs: Mapping[str, View],
+    marks: Sequence[drawing.Attributes],
     heading: str,
     unit: str,
     read: Callable[[StepLine], float | None] = lambda _: None,
@@ -264,40 +263,31 @@ def _over_steps(
             _Curve(name or "training", [(step.step + 1.0, read(step)) for step in view.run.zero.steps], colour),
             _Curve(f"{name}, evaluation" if name else "evaluation", evaluated, colour if name else drawing.GREEN, True),
         ]
-    marks = _marks(next(iter(runs.values())), lambda event: float(event.step))
     return _plot_curves(heading, "step", unit, curves, marks)
 
 
-def _over_time(runs: Mapping[str, View], name: str, heading: str, unit: str) -> str | None:
+def _over_time(
+    runs: Mapping[str, View], marks: Sequence[drawing.Attributes], name: str, heading: str, unit: str
+) -> str | None:
     """Plot a figure of the machines: of each rank, or of several runs the means over their ranks; None if all are 0."""
     scale = MIB if unit == "MiB" else 1
     curves: list[_Curve] = []
     for (run, view), colour in zip(runs.items(), cycle(_COLOURS), strict=False):
-        found = {rank: view.run.ranks[rank].machine[1:] for rank in shown_ranks(view, len(_COLOURS))}
-        points = {
-            f"rank {rank}": [
-                (_minutes(view, line.time), line.figures[name] / scale) for line in lines if name in line.figures
-            ]
-            for rank, lines in found.items()
-        }
+        begin_s, points = _begin_s(view), {}
+        for rank in shown_ranks(view, len(_COLOURS)):
+            lines = [line for line in view.run.ranks[rank].machine[1:] if name in line.figures]
+            points[f"rank {rank}"] = [((line.time - begin_s) / 60, line.figures[name] / scale) for line in lines]
         if run:
             points = {run: _binned(sorted(chain(*points.values())), len(points))}
         curves += map(_Curve, points, points.values(), [colour] if run else _COLOURS)
     is_used = any(value for curve in curves for _, value in curve.points)
-    view = next(iter(runs.values()))
-    marks = _marks(view, lambda event: _minutes(view, event.time))
-    return _plot_curves(heading, "minute", unit, curves, marks) if is_used else None
+    return _plot_curves(f"{heading[0].upper()}{heading[1:]}", "minute", unit, curves, marks) if is_used else None
 
 
-def _minutes(view: View, time_s: float) -> float:
-    """Return the minutes from the beginning of the record until a time."""
-    times = (
-        each.time
-        for record in view.run.ranks.values()
-        for lines in (record.machine, record.steps)
-        for each in lines[:1]
-    )
-    return (time_s - min(times, default=0.0)) / 60
+def _begin_s(view: View) -> float:
+    """Return the first time in the record."""
+    first = view.run.zero
+    return min([*(line.time for line in first.steps[:1]), *(line.time for line in first.machine[:1])], default=0.0)
 
 
 def _marks(view: View, place: Callable[[Event], float]) -> list[drawing.Attributes]:
@@ -307,21 +297,19 @@ def _marks(view: View, place: Callable[[Event], float]) -> list[drawing.Attribut
         events = [event for event in view.run.events if event.event == name][-_MOST_EVENTS:]
         places = [round(place(event), 4) for event in events]
         texts = [" ".join(f"{name} after step {event.step}: {event.text}".split())[:100] for event in events]
-        high = 0.08 if name in _PLANNED else 1.0
-        if events:
-            traces.append(
-                {
-                    "type": "scatter",
-                    "mode": "lines",
-                    "name": name,
-                    "yaxis": "y2",
-                    "x": [*chain(*((at, at, None) for at in places))],
-                    "y": [0.0, high, None] * len(events),
-                    "text": [*chain(*((text, text, "") for text in map(drawing.plain, texts)))],
-                    "line": {"color": colour, "width": 1.5, "dash": "solid" if name in _PLANNED else "dash"},
-                    "hovertemplate": "%{text}<extra></extra>",
-                }
-            )
+        height, dash = (0.08, "solid") if name in _PLANNED else (1.0, "dash")
+        trace = {
+            "type": "scatter",
+            "mode": "lines",
+            "name": name,
+            "yaxis": "y2",
+            "x": [*chain(*((at, at, None) for at in places))],
+            "y": [0.0, height, None] * len(events),
+            "text": [*chain(*((text, text, "") for text in map(drawing.plain, texts)))],
+            "line": {"color": colour, "width": 1.5, "dash": dash},
+            "hovertemplate": "%{text}<extra></extra>",
+        }
+        traces += [trace] if events else []
     return traces
 
 
@@ -364,18 +352,19 @@ def _plot_curves(
     counts = [f"{trace['name']} ({len(trace['x']) // 3})" for trace in marks]
     marked = f" Marked: {', '.join(counts)}." if counts else ""
     alt = f"{heading} over the {label}s: {'; '.join(words)}.{marked}"
-    layout: drawing.Attributes = {
-        "height": 250,
-        "xaxis": {"title": {"text": f"{label}s"}, "unifiedhovertitle": {"text": f"{label} %{{x}}"}},
-        "yaxis": {
-            "title": {"text": unit},
-            "hoverformat": ".5g",
-            "rangemode": "tozero" if label == "minute" else "normal",
-        },
-        "yaxis2": {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True},
+    y_axis: drawing.Attributes = {
+        "title": {"text": unit},
+        "hoverformat": ".5g",
+        "rangemode": "tozero" if label == "minute" else "normal",
     }
     if len(values) == 1 and any(values):
-        layout["yaxis"]["range"] = sorted([0.0, 2 * values.pop()])
+        y_axis["range"] = sorted([0.0, 2 * values.pop()])
+    layout = {
+        "height": 250,
+        "xaxis": {"title": {"text": f"{label}s"}, "unifiedhovertitle": {"text": f"{label} %{{x}}"}},
+        "yaxis": y_axis,
+        "yaxis2": {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True},
+    }
     return drawing.plot(heading, alt, [*traces, *marks], layout)
 
 
@@ -416,9 +405,7 @@ def draw_timeline(view: View) -> str | None:
     note = "Thin lines below a bar are buckets of gradients, from ready over sent to reduced."
     lasted_s = {part: sum(seconds for _, _, seconds in each) for part, each in found.items() if part in PARTS.values()}
     if core_s := lasted_s[PARTS["core_wait"]]:
-        note += (
-            f" Waiting for a core, {core_s / sum(lasted_s.values()):.0%} of the time, is at the end of each phase, as "
-        )
-        note += "only its sum in a phase is known."
+        share = core_s / sum(lasted_s.values())
+        note += f" Waiting for a core ({share:.0%} of the time) is the end of each phase: only its sum is known."
     alt = f"What each rank did when, as bars, in steps {', '.join(str(step[ranks[0]].step + 1) for step in steps)}."
     return drawing.plot("Timeline", alt, traces, drawing.bars_layout("milliseconds", len(labels), y_axis), note)
