@@ -83,13 +83,13 @@ def modules_after(code):
 
 
 def test_import_is_light():
-    heavy = {"torch", "numpy", "rich", "click", "matplotlib", "sklearn"}
+    heavy = {"torch", "numpy", "rich", "click", "plotly", "sklearn"}
     assert modules_after("import lockstep, lockstep.data") & heavy == set()
 
 
 def test_engines_do_not_load_what_only_the_commands_use():
     code = "import lockstep\nlockstep.DataParallel, lockstep.DistributedDataParallel, lockstep.init"
-    assert modules_after(code) & {"rich", "click", "matplotlib", "sklearn"} == set()
+    assert modules_after(code) & {"rich", "click", "plotly", "sklearn"} == set()
 
 
 def test_the_reference_lists_the_members_of_each_class_on_purpose():

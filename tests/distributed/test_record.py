@@ -176,7 +176,7 @@ def test_a_run_says_what_it_used_and_the_report_sums_its_starts(ranks, tmp_path)
     # Both ranks read the counter of the machine, which counts once: 200 J in each step, or 1/18 Wh.
     assert (none, first.partition(" EUR, ")[2]) == ([], "energy 0.333 Wh (whole devices)")
     assert second.startswith("used ") and second.endswith(" EUR, energy 0.167 Wh (whole devices)")
-    whole, epoch = find_costs(read_run(tmp_path / "run"), None, None)
+    whole, epoch = find_costs(read_run(tmp_path / "run"))
     assert whole.startswith("The run (starts: 2) used ") and whole.endswith(" EUR, energy 0.5 Wh (whole devices).")
     assert epoch.endswith(" EUR, energy 0.167 Wh (whole devices).")  # 3 of 9 steps
     hours = [float(text.split("used ")[1].split()[0]) for text in (first, second, whole)]

@@ -332,11 +332,10 @@ def doctor(target: str | None, as_json: bool, kind: str | None, **planned: Any) 
 @click.argument("folder", metavar="RUN")
 @click.option("--out", "out_file", metavar="FILE", help="File for the page; default: report.html in the run's folder.")
 @click.option("--trace", "trace_file", metavar="FILE", help="Also write the timeline as a Chrome trace.")
-@click.option("--against", "baseline_folder", metavar="RUN", help="Compare losses and speed with another run.")
+@click.option("--against", multiple=True, metavar="RUN", help="Compare with another run; may be repeated.")
 @_PRICE
-@click.option("--until-loss", type=float, metavar="LOSS", help="The cost until this loss, of an evaluation if any.")
 def report(
-    folder: str, out_file: str | None, trace_file: str | None, baseline_folder: str | None, **cost_of: Any
+    folder: str, out_file: str | None, trace_file: str | None, against: tuple[str, ...], price: str | None
 ) -> None:
     """Say of a run that was recorded with --run-dir: how fast it was, where the time went, and what to change first.
 
@@ -348,15 +347,15 @@ def report(
           runs/digits/report.html: how fast, where the time goes, what to change first
       lockstep report runs/digits --against runs/single
           with another run beside it: are the losses the same, how much faster is it, which settings differ
-      lockstep report runs/digits --price "2.50 EUR" --until-loss 0.2
-          what it cost in all, for an epoch, and until the loss was that low
+      lockstep report runs/digits --price "2.50 EUR"
+          what it cost in all, and for an epoch
       lockstep report runs/digits --trace digits.json
           the timeline for ui.perfetto.dev or chrome://tracing
     """
     from lockstep.study.report import run_page
     from lockstep.study.report.view import to_trace
 
-    found = run_page.report(folder, against=baseline_folder, **cost_of)
+    found = run_page.report(folder, against=against, price=price)
     page_file = out_file or str(Path(folder) / "report.html")
     check_writable(page_file, trace_file)
     click.echo("\n".join(found.sentences))

@@ -1,20 +1,25 @@
-"""The style of the pages: matplotlib's SVG in the page's colours, tables, the style sheet, and the page itself."""
+"""The style of the pages: plots that plotly draws in the page's colours, tables, the style sheet, and the page."""
 
-import io
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import base64
+import gzip
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
 from html import escape
 from importlib.resources import files
 from string import Template
-from typing import Any, Literal
+from typing import Any
 
 from lockstep.study.common import Table
 from lockstep.telemetry.provenance import Provenance
 from lockstep.telemetry.step_times import PARTS, Part
 
 # Okabe and Ito's palette: distinguishable with every common form of colour blindness, on light and dark backgrounds.
-BLUE, GREEN, VERMILION = "#0072B2", "#009E73", "#D55E00"
+BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
+GREY = "#999999"
+
+# A trace or a layout of plotly: https://plotly.com/javascript/reference.
+Attributes = dict[str, Any]
 
 
 def fill(name: str, markup: Mapping[str, str]) -> str:
@@ -25,122 +30,95 @@ def fill(name: str, markup: Mapping[str, str]) -> str:
 # Of all pages, which contain it.
 STYLE = fill("page.css", {})
 
-# Placeholders that no plot uses otherwise. In the SVG they are replaced by the page's colours for light and dark mode.
-TEXT, GRID = "#010203", "#040506"
 
-# Narrow, so that letters keep their size on a phone.
-INCHES_WIDE = 4.8
+@cache
+def _plotly() -> str:
+    """Return plotly's script for a page that works offline: 2 MB, and 5 MB if it was not compressed."""
+    from plotly.offline import get_plotlyjs
+
+    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
 
 
-@contextmanager
-def drawing_style(font_size: float = 10.0) -> Iterator[None]:
-    """Set the style of figures for the pages inside the block; ``font_size`` is in points."""
-    from matplotlib import rc_context
+def plain(text: str) -> str:
+    """Return a text for a trace or a layout, in which plotly would interpret tags."""
+    return escape(text, quote=False)
 
-    # In a context, because the caller, such as a notebook, may draw in another style.
-    style: Any = {
-        "svg.fonttype": "none",  # text stays text: it has the page's font, and can be searched
-        "font.size": font_size,
-        **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), TEXT),
-        **dict.fromkeys(("axes.edgecolor", "grid.color"), GRID),
-        "grid.linewidth": 0.6,
-        **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
-        "axes.axisbelow": True,
-        "legend.columnspacing": 1.0,
-        "legend.handlelength": 1.4,
+
+def bars(part: Part, bars_s: Sequence[tuple[float | str, float, float]], *, height: float = 0.62) -> Attributes:
+    """Return the bars of a part of a step: of each the place on the y axis, the begin, and the duration in seconds."""
+    places, begins_s, lasts_s = zip(*bars_s, strict=True)
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": part.label,
+        "y": places,
+        # Bars that have a base are not stacked.
+        **({"base": [round(begin_s * 1e3, 3) for begin_s in begins_s]} if any(begins_s) else {}),
+        "x": [round(seconds * 1e3, 3) for seconds in lasts_s],
+        "width": height,
+        "marker": {"color": part.color, "pattern": {"shape": part.hatch, "fillmode": "overlay", "size": 6}},
+        "hovertemplate": "%{x:.2f} ms",
     }
-    with rc_context(style):
-        yield
-
-
-def make_axes(inches_high: float, *, grid: Literal["x", "y"]) -> tuple[Any, Any]:
-    """Return a figure and its axes, with grid lines of the axis ``grid``."""
-    from matplotlib.figure import Figure
-
-    # Not pyplot: it keeps figures alive, and may search for a display.
-    figure = Figure(figsize=(INCHES_WIDE, inches_high), layout="constrained")
-    axes = figure.add_subplot()
-    axes.grid(axis=grid)
-    return figure, axes
-
-
-def label_rows(axes: Any, labels: Sequence[str], label: str) -> None:
-    """Label horizontal bars, from the top, and their axis; the legend is above them."""
-    axes.set_yticks(range(len(labels)), labels)
-    axes.tick_params(axis="y", length=0)
-    axes.invert_yaxis()
-    axes.set_xlabel(label)
-    # Each label once.
-    handles, labels = axes.get_legend_handles_labels()
-    unique = dict(zip(labels, handles, strict=True))
-    axes.legend(unique.values(), unique.keys(), ncols=3, loc="lower left", bbox_to_anchor=(-0.18, 1.0))
-
-
-def draw_bar(axes: Any, place: float, part: Part, begin_s: float, end_s: float, *, height: float) -> None:
-    """Draw a part of a step as a horizontal bar in milliseconds."""
-    # With a thin edge: light colours alone are hard to see on a light background.
-    look = {"color": part.color, "hatch": part.hatch, "edgecolor": TEXT, "linewidth": 0.5, "height": height}
-    axes.barh(place, (end_s - begin_s) * 1e3, left=begin_s * 1e3, label=part.label, **look)
 
 
 def stacked_bars(heading: str, label: str, rows: Mapping[str, Mapping[str, float]], note: str = "") -> str:
-    """Draw a stacked bar in milliseconds for each row.
+    """Plot a stacked bar in milliseconds for each row.
 
     Args:
-        heading: Of the drawing.
+        heading: Of the plot.
         label: Of the axis.
         rows: By name of the bar, the seconds of each of its `PARTS`, by name.
         note: A visible note.
     """
-    figure, axes = make_axes(1.4 + 0.36 * len(rows), grid="x")
     words = []
-    for place, (name, parts) in enumerate(rows.items()):
-        left = 0.0
-        for part, seconds in parts.items():
-            draw_bar(axes, place, PARTS[part], left, left + seconds, height=0.62)
-            left += seconds
+    for name, parts in rows.items():
         listed = ", ".join(f"{PARTS[part].label} {seconds * 1e3:.2f}" for part, seconds in parts.items())
-        words.append(f"{name} {left * 1e3:.2f} ({listed})")
-    label_rows(axes, list(rows), label)
-    return finish_plot(heading, f"Stacked bars of milliseconds per step: {'; '.join(words)}.", figure, note)
+        words.append(f"{name} {sum(parts.values()) * 1e3:.2f} ({listed})")
+    of_part = {part: [(plain(name), 0.0, row[part]) for name, row in rows.items() if part in row] for part in PARTS}
+    traces = [bars(PARTS[part], found) for part, found in of_part.items() if found]
+    alt = f"Stacked bars of milliseconds per step: {'; '.join(words)}."
+    return plot(heading, alt, traces, bars_layout(label, len(rows), {"autorange": "reversed"}), note)
 
 
-def finish_plot(heading: str, alt: str, figure: Any, note: str = "") -> str:
-    """Return a figure as HTML, with ``alt`` for screen readers and a visible ``note``; headings must be unique."""
-    from matplotlib import rc_context
+def bars_layout(label: str, num_rows: int, y_axis: Attributes) -> Attributes:
+    """Return the layout of horizontal bars, with the label of their axis, and what else is set of the other."""
+    return {
+        "barmode": "stack",
+        "hovermode": "closest",
+        "height": 90 + 34 * num_rows,
+        "xaxis": {"title": {"text": label}},
+        "yaxis": {"showgrid": False, "fixedrange": True, **y_axis},
+    }
 
-    stream = io.StringIO()
-    # Ids in the drawings are derived from the salt. Drawings on the same page must not have the same ids.
-    with rc_context({"svg.hashsalt": heading}):
-        figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
-    svg = stream.getvalue()
-    for pattern, instead in _SVG_EDITS.items():
-        svg = re.sub(pattern, instead, svg, flags=re.DOTALL)
-    # In tags, a hundredth of a point is precise enough; the text between tags is not changed.
-    svg = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\.\d\d)\d{3,}", r"\1", tag[0]), svg)
-    svg = svg.replace(TEXT, "currentColor").replace(GRID, "var(--line)")
+
+def plot(heading: str, alt: str, traces: Sequence[Attributes], layout: Attributes, note: str = "") -> str:
+    """Return a figure as HTML, which the script of the page draws.
+
+    Args:
+        heading: Of the figure.
+        alt: What it shows, for screen readers.
+        traces: Of plotly; texts must be `plain`.
+        layout: Of plotly; bars get the whole width of the page.
+        note: A visible note.
+    """
+    # JSON in a script must not end it.
+    data = json.dumps({"data": traces, "layout": layout}, separators=(",", ":")).replace("<", "\\u003c")
     shown = f'<p class="note">{escape(note)}</p>' if note else ""
-    drawn = f'<div role="img" aria-label="{escape(alt)}">{svg}</div>'
-    return f"<figure><figcaption>{escape(heading)}</figcaption>{shown}{drawn}</figure>"
-
-
-_SVG_EDITS = {
-    r"^.*?<svg": '<svg aria-hidden="true"',  # `figure` has the text
-    r"<metadata>.*?</metadata>": "",
-    r'<g id="[^"]*"': "<g",  # the same ids would be in every drawing
-    r"font-family: [^;]*; ?": "",  # the page sets it once; these would be half of its size
-    r' xmlns(:xlink)?="[^"]*"': "",  # not needed in HTML
-    r'^(<svg[^>]*?) (?:width|height)="[^"]*"([^>]*?) (?:width|height)="[^"]*"': r"\1\2",
-}
+    drawn = f'<div class="plot" role="img" aria-label="{escape(alt)}" style="height: {layout["height"]}px"></div>'
+    look = ' class="wide"' if "barmode" in layout else ""
+    text = f"<figcaption>{escape(heading)}</figcaption>{shown}{drawn}"
+    return f'<figure{look}>{text}<script type="application/json">{data}</script></figure>'
 
 
 def html_table(table: Table) -> str:
     """Return a table without its title; it scrolls on narrow screens."""
-    head = "".join(f'<th scope="col">{escape(column)}</th>' for column in table.columns)
-    looks = ["" if column in table.numbers else ' class="text"' for column in table.columns[1:]]
+    looks = ["" if column in table.numbers else ' class="text"' for column in table.columns]
+    head = "".join(
+        f'<th scope="col"{look}>{escape(name)}</th>' for look, name in zip(looks, table.columns, strict=True)
+    )
     rows = []
     for first, *others in ([str(cell) for cell in row] for row in table.rows):
-        cells = "".join(f"<td{look}>{escape(cell)}</td>" for look, cell in zip(looks, others, strict=True))
+        cells = "".join(f"<td{look}>{escape(cell)}</td>" for look, cell in zip(looks[1:], others, strict=True))
         differs = ' class="differs"' if first in table.differs else ""
         rows.append(f'<tr{differs}><th scope="row">{escape(first)}</th>{cells}</tr>')
     body = f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody>"
@@ -166,5 +144,5 @@ def figures_body(plot: str, tables: Sequence[Table], notes: Sequence[str], comma
 def html_page(title: str, heading: str, subtitle: str, verdict: Sequence[str], body: str) -> str:
     """Return one self-contained page for desktop and phone, light and dark; only ``body`` is markup."""
     texts = {"title": title, "heading": heading, "subtitle": subtitle}
-    markup = {"verdict": items(verdict), "style": STYLE, "body": body}
+    markup = {"verdict": items(verdict), "style": STYLE, "plotly": _plotly(), "body": body}
     return fill("page.html", {name: escape(text) for name, text in texts.items()} | markup)

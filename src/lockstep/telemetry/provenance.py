@@ -33,7 +33,7 @@ class Provenance:
 
     def facts(self) -> list[tuple[str, str]]:
         """Return all as pairs of a name and a text."""
-        commits = [(f"{name} commit", commit[:12]) for name, commit in self.commits.items()]
+        commits = [(f"{name} commit", short_commit(commit)) for name, commit in self.commits.items()]
         return [("measured", self.when), *self.versions.items(), *self.machine.items(), *commits]
 
 
@@ -51,6 +51,11 @@ def commit_of(folder: Path) -> str | None:
         done = subprocess.run(describe, capture_output=True, errors="replace", timeout=GIT_TIMEOUT_S, check=True)
         return done.stdout.strip()
     return None
+
+
+def short_commit(commit: str) -> str:
+    """Return what `commit_of` has found for a reader."""
+    return commit[:12] + " + changes" * commit.endswith("+")
 
 
 def versions() -> dict[str, str]:

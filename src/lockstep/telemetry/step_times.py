@@ -40,16 +40,15 @@ class Part:
 
 # In order, by name: ``StepTimes`` has the seconds of each as ``NAME_s``.
 #
-# The colors are those of Okabe and Ito, which most people with color blindness can tell apart. No dots as a hatch:
-# their circles alone would take 170 kB of a page.
+# The colors are those of Okabe and Ito, which most people with color blindness can tell apart.
 PARTS = {
     "data_wait": Part("data wait", "D", "#E69F00", doing="loading data"),
     "forward": Part("forward", "F", "#56B4E9", doing="forward"),
     "backward": Part("backward", "B", "#0072B2", ink="#FFFFFF", doing="backward"),
-    "wire": Part("exchange", "X", "#009E73", hatch="////"),
-    "peers": Part("waiting for ranks", "W", "#D55E00", hatch="\\\\\\\\"),
+    "wire": Part("exchange", "X", "#009E73", hatch="/"),
+    "peers": Part("waiting for ranks", "W", "#D55E00", hatch="\\"),
     "optimizer": Part("optimizer", "O", "#CC79A7", doing="optimizer"),
-    "core_wait": Part("waiting for a core", "C", "#F0E442", hatch="xxxx", doing="waiting for a core"),
+    "core_wait": Part("waiting for a core", "C", "#F0E442", hatch="x", doing="waiting for a core"),
     "other": Part("other", "-", "#999999", doing="code between steps"),
 }
 

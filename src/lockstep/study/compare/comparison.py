@@ -262,8 +262,7 @@ def render_page(comparison: Comparison, provenance: Provenance) -> str:
     """Return verdict, plot and tables as one HTML file."""
     setup = comparison.setup
     rows = {each.strategy: each.step.parts() for each in comparison.contenders}
-    with drawing.drawing_style():
-        plot = drawing.stacked_bars("Where the step goes", "milliseconds per step", rows)
+    plot = drawing.stacked_bars("Where the step goes", "milliseconds per step", rows)
     shown = tables(comparison)
     body = drawing.figures_body(plot, shown, footnotes(comparison), setup.command, provenance)
     heading = f"{setup.task} on one device{f' and on {setup.num_devices}' if setup.num_devices > 1 else ''}"

@@ -2,14 +2,17 @@
 
 import itertools
 import math
+from bisect import bisect
+from collections.abc import Mapping
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import median
 from typing import NamedTuple
 
 from lockstep.study.links import Computing, Link, Profile, ReadyBucket, cable_bytes
 from lockstep.telemetry.cost import Price, Usage
 from lockstep.telemetry.figures import Figures
-from lockstep.telemetry.record import Recorded, Timeline
+from lockstep.telemetry.record import RankRecord, Recorded, StepLine, Timeline
+from lockstep.telemetry.step_times import StepTimes
 
 # The network between machines.
 
@@ -90,62 +93,29 @@ def _slowest_link(run: Recorded) -> str:
     return f"{slowest}, {median(by_link[slowest]) / 1e6:.3g} MB/s"
 
 
-# Costs: of the run, of an epoch, and until a loss.
-
-# Number of steps in the mean of the training loss, as a single batch may have a low loss by chance.
-NUM_LOSSES = 10
+# Costs: of the run and of an epoch.
 
 
-def find_costs(run: Recorded, price: str | None, until_loss: float | None) -> list[str]:
-    """Return sentences on what all starts of the run used; empty if that was not recorded.
+def find_costs(run: Recorded, price: str | None = None) -> list[str]:
+    """Return sentences on what all starts of the run used, and an epoch; empty if that was not recorded.
 
     Args:
         run: The run.
         price: Of a device for an hour; by default that of the record.
-        until_loss: Also return the use until this loss.
 
     Raises:
         ConfigurationError: The price cannot be read.
     """
-    whole, steps = _usage(run), run.zero.steps
+    lines = [line.figures for line in run.machine if "device_s" in line.figures]
+    whole = sum((Usage(each["device_s"], each.get("energy_j", math.nan)) for each in lines), start=Usage())
+    steps = run.zero.steps
     cost = Price.read(str(run.config["price"]) if price is None and "price" in run.config else price)
     if not whole.device_s:
         return []
     found = [f"The run (starts: {len(run.sessions)}) used {whole.text(cost)}."]
     if steps and isinstance(per_epoch := run.last.get("steps_per_epoch"), int):
         found.append(f"An epoch used {(whole * (per_epoch / (steps[-1].step + steps[-1].num_steps))).text(cost)}.")
-    if until_loss is not None:
-        name, losses = _losses(run)
-        reached = next(((end, step) for end, loss, step in losses if loss <= until_loss), None)
-        was = f"was {until_loss:g} or less"
-        if reached is None:
-            return [*found, f"The {name} never {was}."]
-        found.append(f"Until the {name} {was}, after step {reached[1]}, it used {_usage(run, reached[0]).text(cost)}.")
     return found
-
-
-def _usage(run: Recorded, until: float = math.inf) -> Usage:
-    """Return the use until a time on rank zero's clock; of a killed start, up to its last line."""
-    total = Usage()
-    for line in run.machine:
-        if device_s := line.figures.get("device_s"):
-            # A line covers the time since the line before, in which the loss may have been reached.
-            share = 1 + min(0.0, until - line.time) * line.figures.get("num_devices", 1.0) / device_s
-            if share > 0:
-                total += Usage(device_s, line.figures.get("energy_j", math.nan)) * share
-    return total
-
-
-def _losses(run: Recorded) -> tuple[str, list[tuple[float, float, int]]]:
-    """Return the name of the loss; and for each value the time, the loss, and the number of steps done."""
-    with_loss = [(event, event.metrics["loss"]) for event in run.events if event.metrics and "loss" in event.metrics]
-    if with_loss:
-        return "evaluated loss", [(event.time + (event.seconds or 0.0), loss, event.step) for event, loss in with_loss]
-    steps = [step for step in run.zero.steps if step.loss is not None]
-    known = [(step.time + step.times.total_s, step.loss or 0.0, step.step + step.num_steps) for step in steps]
-    windows = [known[at - NUM_LOSSES : at] for at in range(NUM_LOSSES, len(known) + 1)]
-    means = [(each[-1][0], fmean(loss for _, loss, _ in each), each[-1][2]) for each in windows]
-    return f"training loss (mean of {NUM_LOSSES} steps)", means
 
 
 # The use of the cores of the machine on which ranks waited most, mean over the run.
@@ -183,32 +153,83 @@ def find_cores(run: Recorded) -> Cores | None:
     return Cores(total, ranks, max(0.0, busy - ranks), stolen, throttled, len(beside), threads)
 
 
-# Timelines of all ranks on one clock.
+# Timelines of all ranks on one clock, in the parts that the means have.
 
 MOST_STEPS = 3
+
+# Of a step: a name in `PARTS`, begin and end in seconds.
+Bar = tuple[str, float, float]
+
+
+def timelines_by_step(run: Recorded) -> dict[int, dict[int, Timeline]]:
+    """Return the timelines by step and by rank."""
+    found: dict[int, dict[int, Timeline]] = {}
+    for rank, record in sorted(run.ranks.items()):
+        for timeline in record.timelines:
+            found.setdefault(timeline.step, {})[rank] = timeline
+    return found
 
 
 def find_window(run: Recorded) -> list[dict[int, Timeline]]:
     """Return by rank the timelines of some consecutive steps in the middle of the run; empty if there are none."""
-    by_rank = {rank: {each.step: each for each in record.timelines} for rank, record in sorted(run.ranks.items())}
-    common = sorted(set.intersection(*map(set, by_rank.values()))) if by_rank else []
+    by_step = timelines_by_step(run)
+    common = sorted(step for step, found in by_step.items() if found.keys() == run.ranks.keys())
     # The beginnings of consecutive steps.
     begin = begins[len(begins) // 2] if (begins := [step for step in common if step - 1 not in common]) else 0
-    steps = itertools.takewhile(common.__contains__, range(begin, begin + MOST_STEPS))
-    return [{rank: of_rank[step] for rank, of_rank in by_rank.items()} for step in steps]
+    return [by_step[step] for step in itertools.takewhile(common.__contains__, range(begin, begin + MOST_STEPS))]
 
 
-def bars_of(timeline: Timeline, zero: float) -> list[tuple[str, float, float]]:
-    """Return the phases of a rank in a step: name, begin and end, in seconds after the time ``zero``.
+def bars_of(run: Recorded, step: Mapping[int, Timeline], zero: float) -> dict[int, list[Bar]]:
+    """Return the bars of each rank in a step, in seconds after the time ``zero``.
 
-    ``waiting`` is waiting for gradients, within backward.
+    The shortest wait for gradients of all ranks is the exchange: the end of each rank's wait. What a rank waited for a
+    core in a phase, of which only the sum is known, is the end of the phase.
     """
-    found: list[tuple[str, float, float]] = []
+    spans = {rank: _spans(timeline) for rank, timeline in step.items()}
+    wire_s = min(sum(end_s - begin_s for name, begin_s, end_s in each if name == "peers") for each in spans.values())
+    found = {}
+    for rank, timeline in step.items():
+        line = _line_at(run.ranks[rank], timeline.step)
+        times = line.times if line is not None else StepTimes(total_s=0.0)
+        lasted_s: dict[str, float] = {}
+        for name, begin_s, end_s in spans[rank]:
+            lasted_s[name] = lasted_s.get(name, 0.0) + end_s - begin_s
+        # The times of phases are without it; other differences are collectives within forward.
+        ends_s = {name: max(0.0, seconds - times.part(name)) for name, seconds in lasted_s.items() if name != "peers"}
+        without_core = min(1.0, times.part("core_wait") / (sum(ends_s.values()) or 1.0))
+        shares = {name: without_core * ends_s[name] / lasted_s[name] for name in ends_s}
+        shares["peers"] = wire_s / lasted_s.get("peers", math.inf)
+        bars: list[Bar] = []
+        until_s = 0.0
+        for name, begin_s, end_s in spans[rank]:
+            turn_s = end_s - shares[name] * (end_s - begin_s)
+            rest = "wire" if name == "peers" else "core_wait"
+            bars += [("other", until_s, begin_s), (name, begin_s, turn_s), (rest, turn_s, end_s)]
+            until_s = max(until_s, end_s)
+        bars.append(("other", until_s, line.lasted_s if line is not None and line.num_steps == 1 else until_s))
+        shift_s = timeline.time - zero
+        found[rank] = [(name, shift_s + begin, shift_s + end) for name, begin, end in bars if end - begin > _SHORTEST_S]
+    return found
+
+
+# Times are recorded with fewer digits.
+_SHORTEST_S = 1e-6
+
+
+def _spans(timeline: Timeline) -> list[Bar]:
+    """Return the phases of a rank in a step, with the wait for gradients as ``peers``."""
+    found: list[Bar] = []
     for phase, begin_s, end_s in timeline.spans:
         if phase == "backward" and timeline.waited is not None and begin_s <= timeline.waited[0] <= end_s:
             since_s, until_s = timeline.waited
-            found += [(phase, begin_s, since_s), ("waiting", since_s, min(until_s, end_s))]
+            found += [(phase, begin_s, since_s), ("peers", since_s, min(until_s, end_s))]
         else:
-            found.append(("waiting" if phase == "communication" else phase, begin_s, end_s))
-    shift_s = timeline.time - zero
-    return [(phase, shift_s + begin_s, shift_s + end_s) for phase, begin_s, end_s in found]
+            found.append(("peers" if phase == "communication" else phase, begin_s, end_s))
+    return [span for span in found if span[2] > span[1]]
+
+
+def _line_at(record: RankRecord, step: int) -> StepLine | None:
+    """Return the line that covers a step, if there is one."""
+    place = bisect(record.steps, step, key=lambda line: line.step) - 1
+    line = record.steps[place] if place >= 0 else None
+    return line if line is not None and step < line.step + line.num_steps else None

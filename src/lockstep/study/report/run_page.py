@@ -3,14 +3,14 @@
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from html import escape
-from itertools import chain
+from itertools import chain, cycle, starmap
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import NamedTuple
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -19,12 +19,12 @@ from lockstep.study import drawing
 from lockstep.study.common import MIB, Shown, Table
 from lockstep.study.report.figures import bars_of, find_costs, find_window
 from lockstep.study.report.view import BaselineComparison, View, compare_with_baseline, sentences, view_run
-from lockstep.telemetry.record import StepLine, Timeline
-from lockstep.telemetry.step_times import PARTS
+from lockstep.telemetry.provenance import short_commit
+from lockstep.telemetry.record import Event, StepLine
+from lockstep.telemetry.step_times import PARTS, Part
 
 _MOST_TEXTS = 6
 _MOST_EVENTS = 200
-_MOST_METRICS = 6
 
 
 @dataclass(frozen=True, repr=False)
@@ -33,40 +33,43 @@ class Report(Shown):
 
     Attributes:
         view: The run.
-        baseline: The run that it is compared with, if there is one.
+        baselines: The runs that it is compared with.
         costs: Sentences about its resource use.
     """
 
     view: View
-    baseline: BaselineComparison | None = None
+    baselines: Sequence[BaselineComparison] = ()
     costs: Sequence[str] = ()
 
     @property
     def sentences(self) -> list[str]:
         """The sentences that the command prints."""
         missing = [f"Missing: {gap}" for gap in self.view.run.gaps]
-        losses = [] if self.baseline is None else [self.baseline.loss_note]
-        return [*sentences(self.view, self.baseline), *recovery_texts(self.view), *self.costs, *missing, *losses]
+        losses = [each.loss_note for each in self.baselines]
+        return [*sentences(self.view, self.baselines), *recovery_texts(self.view), *self.costs, *missing, *losses]
 
     @property
     def page(self) -> str:
         """One HTML file, which opens offline."""
-        view, baseline = self.view, self.baseline
-        with drawing.drawing_style(11.0):  # on a phone they are scaled down
-            plots = draw(view, baseline)
+        view, baselines = self.view, self.baselines
         parts = {
             "gaps": _listing("What is missing in this record", view.run.gaps, "gaps"),
             # The first one is a part of the summary above.
             "advice": _listing("What else to change", [each.text for each in view.advice[1:_MOST_TEXTS]]),
-            "plots": "".join(plots),
+            "losses": _listing("The losses beside those of other runs", [each.loss_note for each in baselines]),
+            "plots": "".join(draw(view, baselines)),
             "tables": _folded([ranks_table(view), events_table(view)]),
             "costs": _listing("What it used", self.costs),
-            "about": _folded([about_table(view, baseline)]),
+            "about": _folded([about_table(view, baselines)]),
         }
         hosts = len({record.host for record in view.run.ranks.values()})
-        subtitle = f"{view.run.folder} (ranks: {len(view.run.ranks)}, hosts: {hosts}, starts: {len(view.run.sessions)})"
+        folder = f"{view.run.folder} (ranks: {len(view.run.ranks)}, hosts: {hosts}, starts: {len(view.run.sessions)})"
+        # ISO 8601, and the commit of the task or script, in the last start.
+        when, commit = (str(view.run.config.get(name, "")) for name in ("recorded", "commit/task"))
+        began = when.replace("T", " ").replace("+00:00", " UTC")
+        subtitle = ", ".join(filter(None, (began, commit and f"commit {short_commit(commit)}", folder)))
         body = drawing.fill("report.html", parts)
-        return drawing.html_page(f"{view.task}: lockstep report", view.task, subtitle, sentences(view, baseline), body)
+        return drawing.html_page(f"{view.task}: lockstep report", view.task, subtitle, sentences(view, baselines), body)
 
     def __rich__(self) -> RenderableType:
         return Text("\n".join(self.sentences))
@@ -79,24 +82,23 @@ class Report(Shown):
 def report(
     run: str | os.PathLike[str],
     *,
-    against: str | os.PathLike[str] | None = None,
+    against: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     price: str | None = None,
-    until_loss: float | None = None,
 ) -> Report:
     """Return the report of a run that was recorded with ``run_dir``: speed, where the time went, advice.
 
     Args:
         run: Its folder.
-        against: The folder of another run that it is compared with.
+        against: The folder of another run that it is compared with, or several.
         price: The price of a device per hour, such as ``2.50 EUR``; None: the price in the record.
-        until_loss: Also report the costs until this loss was reached.
 
     Raises:
         ConfigurationError: Nothing was recorded in a folder, or the price cannot be read.
     """
     view = view_run(Path(run))
-    baseline = None if against is None else compare_with_baseline(view, view_run(Path(against)))
-    return Report(view, baseline, find_costs(view.run, price, until_loss))
+    others = [view_run(Path(each)) for each in ([against] if isinstance(against, str | os.PathLike) else against)]
+    baselines = [compare_with_baseline(view, other, is_only=len(others) == 1) for other in others]
+    return Report(view, baselines, find_costs(view.run, price))
 
 
 def _listing(heading: str, texts: Sequence[str], look: str = "") -> str:
@@ -108,21 +110,23 @@ def _folded(tables: Sequence[Table]) -> str:
     return "".join(f"<details><summary>{title}</summary>{table}</details>\n" for title, table in shown.items())
 
 
-# All figures as tables: for readers who cannot see the drawings, and for values that drawings omit.
+# All figures as tables: for readers who cannot see the plots, and for values that plots omit.
 
-# The load values of a ``machine`` line, by name: description with unit.
-LOADS = {
-    "cpu_percent": "CPU, % of a core",
-    "workers_cpu_percent": "loaders, % of a core",
-    "core_wait_percent": "waiting for a core, %",
-    "gpu_percent": "GPU busy, %",
-    "gpu_throttled_percent": "GPU slowed by power or heat, %",
-}
+# The figures of a ``machine`` line: name, heading and unit.
+_MACHINE = (
+    ("rss_bytes", "memory of each process", "MiB"),
+    ("memory_bytes", "memory of each device", "MiB"),
+    ("cpu_percent", "CPU", "% of a core"),
+    ("workers_cpu_percent", "loaders", "% of a core"),
+    ("core_wait_percent", "waiting for a core", "%"),
+    ("gpu_percent", "GPU busy", "%"),
+    ("gpu_throttled_percent", "GPU slowed by power or heat", "%"),
+)
 
 
-def about_table(view: View, baseline: BaselineComparison | None) -> Table:
-    """Return how and where a run was made; with a baseline in a second column, and differences marked."""
-    views = {"this run": view} if baseline is None else {"this run": view, baseline.name: baseline.view}
+def about_table(view: View, baselines: Sequence[BaselineComparison]) -> Table:
+    """Return how and where a run was made; with other runs in columns of their own, and differences marked."""
+    views = {"this run": view} | {each.name: each.view for each in baselines}
     facts = [each.run.config for each in views.values()]
     rows = [[name, *(str(each.get(name, "")) for each in facts)] for name in dict.fromkeys(chain(*facts))]
     differs = [row[0] for row in rows if len(set(row[1:])) > 1]
@@ -132,9 +136,13 @@ def about_table(view: View, baseline: BaselineComparison | None) -> Table:
 def ranks_table(view: View) -> Table:
     """Return a row for each rank: milliseconds by part, how often it was last, memory and load."""
     figures, ranks = view.figures, view.run.ranks
-    loads = [name for name in LOADS if any(record.mean(name) is not None for record in ranks.values())]
+    loads = {
+        name: f"{heading}, {unit}"
+        for name, heading, unit in _MACHINE
+        if unit != "MiB" and any(record.mean(name) for record in ranks.values())
+    }
     labels = (part.label for part in PARTS.values())
-    columns = ["rank", "device", *labels, "all", "comes last", "peak MiB", *(LOADS[name] for name in loads)]
+    columns = ["rank", "device", *labels, "all", "comes last", "peak MiB", *loads.values()]
     peak = "rss_peak_bytes" if view.device == "cpu" else "memory_peak_bytes"
     rows = []
     for rank, record in sorted(ranks.items()):
@@ -168,28 +176,54 @@ def events_table(view: View) -> Table:
     return Table(f"Events{left_out}", ["time (UTC)", "after step", "event", "stood still", "what happened"], rows)
 
 
-# The plots: where the time of a step goes, curves over the steps, the timeline. None contains text from a record.
+# The plots: where the time of a step goes, the timeline, curves over the steps and over the time.
 
-# Ranks that a drawing shows; the tables have all.
+# Ranks that a plot shows; the tables have all.
 MOST_ROWS = 16
 
-MOST_POINTS = 240
+# Of a curve; more would not be seen without a large zoom.
+MOST_POINTS = 600
+
+# Metrics of each kind: a record may have any number.
+_MOST_METRICS = 50
+
+# The events that curves show. Those that are planned are short lines, as there may be many.
+_MARKS = dict.fromkeys(("recovery", "restart", "resume", "skipped", "error", "stop"), drawing.ORANGE)
+_MARKS |= {"straggler": drawing.GREY, "profile": drawing.GREY}
+_PLANNED = {"checkpoint": drawing.SKY, "evaluation": drawing.GREY}
+
+# Of runs, or of ranks.
+_COLOURS = (drawing.BLUE, drawing.VERMILION, drawing.GREEN, drawing.PURPLE, drawing.ORANGE, drawing.SKY, drawing.GREY)
 
 
-def draw(view: View, baseline: BaselineComparison | None = None) -> list[str]:
-    """Return the drawings for which there are figures."""
-    found = dict.fromkeys(name for event in view.run.events for name in event.metrics or {} if name != "loss")
-    metrics = [*found][:_MOST_METRICS]
-    logged = [*dict.fromkeys(name for line in view.run.zero.steps for name in line.logged)][:_MOST_METRICS]
+class _Curve(NamedTuple):
+    """A curve: the name in the legend, the values by step or time, the colour, and whether each value is marked."""
+
+    name: str
+    points: Sequence[tuple[float, float | None]]
+    colour: str
+    has_markers: bool = False
+
+
+def draw(view: View, baselines: Sequence[BaselineComparison] = ()) -> list[str]:
+    """Return the plots for which there are figures."""
+    runs = {"this run" if baselines else "": view} | {each.name: each.view for each in baselines}
+    events = [event for each in runs.values() for event in each.run.events]
+    metrics = dict.fromkeys(name for event in events for name in event.metrics or {} if name != "loss")
+    logged = dict.fromkeys(name for each in runs.values() for line in each.run.zero.steps for name in line.logged)
+    begin_s = _begin_s(view)
+    over_steps = partial(_over_steps, runs, _marks(view, lambda event: float(event.step)))
+    over_time = partial(_over_time, runs, _marks(view, lambda event: (event.time - begin_s) / 60))
     plots = [
         _parts(view),
-        _curve(view, None, "Throughput", "samples/s", lambda step: step.samples / (step.lasted_s or math.nan)),
-        _curve(view, baseline, "Loss", "loss of the global batch", lambda step: step.loss, metric="loss"),
-        *(_curve(view, baseline, f"Evaluation: {name}", "evaluated", lambda _: None, metric=name) for name in metrics),
-        _curve(view, None, "Learning rate", "learning rate", lambda step: step.learning_rate),
-        _curve(view, None, "Gradient norm", "before clipping", lambda step: step.grad_norm),
-        *(_curve(view, None, f"Logged: {name}", "logged", partial(_logged, name)) for name in logged),
         draw_timeline(view),
+        over_steps("Loss", "loss of the global batch", lambda step: step.loss, metric="loss"),
+        *(over_steps(f"Evaluation: {name}", "evaluated", metric=name) for name in [*metrics][:_MOST_METRICS]),
+        over_steps("Throughput", "samples/s", lambda step: step.samples / (step.lasted_s or math.nan)),
+        over_steps("Learning rate", "learning rate", lambda step: step.learning_rate),
+        over_steps("Gradient norm", "before clipping", lambda step: step.grad_norm),
+        *(over_steps(f"Logged: {name}", "logged", partial(_logged, name)) for name in [*logged][:_MOST_METRICS]),
+        *starmap(over_time, _MACHINE),
     ]
     return [plot for plot in plots if plot is not None]
 
@@ -199,7 +233,7 @@ def _logged(name: str, step: StepLine) -> float | None:
 
 
 def shown_ranks(view: View, most: int = MOST_ROWS) -> list[int]:
-    """Return the ranks that a drawing shows: all, or if there are many, those that others wait for most."""
+    """Return the ranks that a plot shows: all, or if there are many, those that others wait for most."""
     return sorted(sorted(view.run.ranks, key=lambda rank: (-view.figures.last_share.get(rank, 0.0), rank))[:most])
 
 
@@ -212,88 +246,166 @@ def _parts(view: View) -> str | None:
     return drawing.stacked_bars("Where the time of a step goes", "milliseconds per step, mean", top | ranks, note)
 
 
-def _binned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return at most `MOST_POINTS` points: the means of bins."""
+def _over_steps(
+    runs: Mapping[str, View],
+    marks: Sequence[drawing.Attributes],
+    heading: str,
+    unit: str,
+    read: Callable[[StepLine], float | None] = lambda _: None,
+    *,
+    metric: str = "",
+) -> str | None:
+    """Plot a figure of the steps, a metric of the evaluations, or both; None if no run has it."""
+    curves = []
+    for (name, view), colour in zip(runs.items(), cycle(_COLOURS), strict=False):
+        evaluated = [(float(event.step), (event.metrics or {}).get(metric)) for event in view.run.events]
+        curves += [
+            _Curve(name or "training", [(step.step + 1.0, read(step)) for step in view.run.zero.steps], colour),
+            _Curve(f"{name}, evaluation" if name else "evaluation", evaluated, colour if name else drawing.GREEN, True),
+        ]
+    return _plot_curves(heading, "step", unit, curves, marks)
+
+
+def _over_time(
+    runs: Mapping[str, View], marks: Sequence[drawing.Attributes], name: str, heading: str, unit: str
+) -> str | None:
+    """Plot a figure of the machines: of each rank, or of several runs the means over their ranks; None if all are 0."""
+    scale = MIB if unit == "MiB" else 1
+    curves: list[_Curve] = []
+    for (run, view), colour in zip(runs.items(), cycle(_COLOURS), strict=False):
+        begin_s, points = _begin_s(view), {}
+        for rank in shown_ranks(view, len(_COLOURS)):
+            lines = [line for line in view.run.ranks[rank].machine[1:] if name in line.figures]
+            points[f"rank {rank}"] = [((line.time - begin_s) / 60, line.figures[name] / scale) for line in lines]
+        if run:
+            points = {run: _binned(sorted(chain(*points.values())), len(points))}
+        curves += map(_Curve, points, points.values(), [colour] if run else _COLOURS)
+    is_used = any(value for curve in curves for _, value in curve.points)
+    return _plot_curves(f"{heading[0].upper()}{heading[1:]}", "minute", unit, curves, marks) if is_used else None
+
+
+def _begin_s(view: View) -> float:
+    """Return the first time in the record."""
+    first = view.run.zero
+    return min([*(line.time for line in first.steps[:1]), *(line.time for line in first.machine[:1])], default=0.0)
+
+
+def _marks(view: View, place: Callable[[Event], float]) -> list[drawing.Attributes]:
+    """Return the events of a run as vertical lines at their ``place`` on the x axis."""
+    traces: list[drawing.Attributes] = []
+    for name, colour in (_MARKS | _PLANNED).items():
+        events = [event for event in view.run.events if event.event == name][-_MOST_EVENTS:]
+        places = [round(place(event), 4) for event in events]
+        texts = [" ".join(f"{name} after step {event.step}: {event.text}".split())[:100] for event in events]
+        height, dash = (0.08, "solid") if name in _PLANNED else (1.0, "dash")
+        trace = {
+            "type": "scatter",
+            "mode": "lines",
+            "name": name,
+            "yaxis": "y2",
+            "x": [*chain(*((at, at, None) for at in places))],
+            "y": [0.0, height, None] * len(events),
+            "text": [*chain(*((text, text, "") for text in map(drawing.plain, texts)))],
+            "line": {"color": colour, "width": 1.5, "dash": dash},
+            "hovertemplate": "%{text}<extra></extra>",
+        }
+        traces += [trace] if events else []
+    return traces
+
+
+def _binned(points: Sequence[tuple[float, float]], least: int = 1) -> list[tuple[float, float]]:
+    """Return at most `MOST_POINTS` points: the means of bins of at least so many."""
     # Means instead of every n-th point, so that a slow step in between stays visible.
-    size = math.ceil(len(points) / MOST_POINTS)
+    size = max(least, math.ceil(len(points) / MOST_POINTS))
     pieces = [points[start : start + size] for start in range(0, len(points), size)]
     return [(fmean(x for x, _ in piece), fmean(y for _, y in piece)) for piece in pieces]
 
 
-# Of a step: the value that a curve shows.
-_Read = Callable[[StepLine], float | None]
-
-# The looks of a run in curves: its steps, its evaluations; then those of the run that it is compared with.
-_LOOKS = ((drawing.BLUE, "-"), (drawing.GREEN, "-o"), (drawing.VERMILION, "--"), (drawing.TEXT, "--s"))
-
-
-def _curve(
-    view: View, baseline: BaselineComparison | None, heading: str, label: str, read: _Read, *, metric: str = ""
+def _plot_curves(
+    heading: str, label: str, unit: str, curves: Sequence[_Curve], marks: Sequence[drawing.Attributes]
 ) -> str | None:
-    """Draw a figure of the steps, a metric of the evaluations, or both, and the baseline's; None if none changed."""
-    views = {"training": view} if baseline is None else {"this run": view, baseline.name: baseline.view}
-    curves: dict[str, list[tuple[float, float | None]]] = {}
-    for name, each in views.items():
-        curves[name] = [(step.step + 1.0, read(step)) for step in each.run.zero.steps]
-        evaluated = "evaluation" if len(views) == 1 else f"{name}, evaluation"
-        curves[evaluated] = [(float(event.step), (event.metrics or {}).get(metric)) for event in each.run.events]
-    figure, axes = drawing.make_axes(2.8 if heading == "Loss" else 2.0, grid="y")
-    words = []
-    for (name, curve), (colour, look) in zip(curves.items(), _LOOKS, strict=False):
-        points = [(step, value) for step, value in curve if value is not None]
-        known = [value for _, value in points if math.isfinite(value)]
-        if not known or (min(known) == max(known) and heading != "Loss"):
+    """Plot curves with marked events; None if no curve has a value."""
+    traces, words, values = [], [], set[float]()
+    for curve in curves:
+        known = [(at, value) for at, value in curve.points if value is not None]
+        finite = [value for _, value in known if math.isfinite(value)]
+        if not finite:
             continue
-        axes.plot(*zip(*_binned(points), strict=True), look, color=colour, linewidth=1.8, markersize=4, label=name)
-        text = f"from {points[0][1]:.3g} to {points[-1][1]:.3g}, between {min(known):.3g} and {max(known):.3g}"
-        words.append(f"{name}: {text}" if len(views) > 1 or name == "evaluation" else text)
+        values.update(finite)
+        shown = _binned(known)
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "lines+markers" if curve.has_markers or len(shown) == 1 else "lines",
+                "name": drawing.plain(curve.name),
+                "x": [round(at, 4) for at, _ in shown],
+                # JSON has no other numbers.
+                "y": [float(f"{value:.5g}") if math.isfinite(value) else None for _, value in shown],
+                "line": {"color": curve.colour, "width": 1.8, "dash": "dot" if curve.has_markers else "solid"},
+            }
+        )
+        text = f"from {known[0][1]:.3g} to {known[-1][1]:.3g}, between {min(finite):.3g} and {max(finite):.3g}"
+        words.append(text if curve.name == "training" else f"{curve.name}: {text}")
     if not words:
         return None
-    axes.set(xlabel="step", ylabel=label)
-    if len(words) > 1:
-        axes.legend()
-    alt = f"Curve of the {heading.lower()} over the steps: {'; '.join(words)}."
-    note = baseline.loss_note if baseline is not None and heading == "Loss" else ""
-    return drawing.finish_plot(heading, alt, figure, note)
+    marks = [trace for trace in marks if trace["name"] not in [curve["name"] for curve in traces]]
+    counts = [f"{trace['name']} ({len(trace['x']) // 3})" for trace in marks]
+    marked = f" Marked: {', '.join(counts)}." if counts else ""
+    alt = f"{heading} over the {label}s: {'; '.join(words)}.{marked}"
+    y_axis: drawing.Attributes = {
+        "title": {"text": unit},
+        "hoverformat": ".5g",
+        "rangemode": "tozero" if label == "minute" else "normal",
+    }
+    if len(values) == 1 and any(values):
+        y_axis["range"] = sorted([0.0, 2 * values.pop()])
+    layout = {
+        "height": 250,
+        "xaxis": {"title": {"text": f"{label}s"}, "unifiedhovertitle": {"text": f"{label} %{{x}}"}},
+        "yaxis": y_axis,
+        "yaxis2": {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True},
+    }
+    return drawing.plot(heading, alt, [*traces, *marks], layout)
 
 
-# The timeline as a drawing: a lane for each rank, with its phases above and its buckets below.
-
-# The transfer and waiting for ranks, which the timeline of a rank cannot tell apart.
-_WAITING = replace(PARTS["peers"], label="waiting")
+# The timeline: a lane for each rank, with the parts of a step above and its buckets below.
 
 _MOST_RANKS = 8
 _MOST_BARS = 12
 
+_BUCKET = Part("bucket", "", drawing.GREEN)
+_QUEUED = Part("bucket, not sent", "", drawing.GREY)
+
 
 def draw_timeline(view: View) -> str | None:
-    """Return the drawing, one step below the other; None if no step has a timeline of every rank."""
+    """Return the plot, one step below the other; None if no step has a timeline of every rank."""
     ranks = shown_ranks(view, _MOST_RANKS)
     if not (steps := find_window(view.run)[: max(1, _MOST_BARS // max(1, len(ranks)))]):
         return None
     # Steps beside each other would be unreadable on a phone.
-    figure, axes = drawing.make_axes(1.3 + 0.4 * len(steps) * (len(ranks) + 1), grid="x")
     labels: list[str] = []
+    found: dict[Part, list[tuple[float, float, float]]] = {part: [] for part in (*PARTS.values(), _QUEUED, _BUCKET)}
     for step in steps:
         zero = min(timeline.time for timeline in step.values())
-        labels.append(f"step {step[ranks[0]].step + 1}")
+        bars = bars_of(view.run, step, zero)
+        labels.append(f"<b>step {step[ranks[0]].step + 1}</b>")
         for rank in ranks:
-            _draw_lane(axes, len(labels), step[rank], zero)
+            for name, begin_s, end_s in bars[rank]:
+                found[PARTS[name]].append((len(labels) - 0.17, begin_s, end_s - begin_s))
+            shift_s = step[rank].time - zero
+            for number, _, ready_s, sent_s, done_s in step[rank].buckets:
+                # Three levels in turn, since consecutive buckets overlap in time.
+                place = len(labels) + 0.13 + 0.12 * (number % 3)
+                found[_QUEUED].append((place, shift_s + ready_s, sent_s - ready_s))
+                found[_BUCKET].append((place, shift_s + sent_s, done_s - sent_s))
             labels.append(f"rank {rank}")
-    drawing.label_rows(axes, labels, "milliseconds")
-    note = "Hatched is waiting; thin lines below a bar are buckets of gradients, from ready over sent to reduced."
-    alt = f"What each rank did when, as bars, in {', '.join(label for label in labels if label.startswith('step'))}."
-    return drawing.finish_plot("Timeline", alt, figure, note)
-
-
-def _draw_lane(axes: Any, row: int, timeline: Timeline, zero: float) -> None:
-    for phase, begin_s, end_s in bars_of(timeline, zero):
-        part = _WAITING if phase == "waiting" else PARTS[phase]
-        drawing.draw_bar(axes, row - 0.17, part, begin_s, end_s, height=0.42)
-    for bucket in timeline.buckets:
-        # Three levels in turn, since consecutive buckets overlap in time.
-        levels = [row + 0.13 + 0.12 * (bucket.number % 3)] * 2
-        moments = (bucket.ready_s, bucket.sent_s, bucket.done_s)
-        ready_ms, sent_ms, done_ms = ((timeline.time - zero + moment) * 1e3 for moment in moments)
-        axes.plot([ready_ms, sent_ms], levels, color=drawing.TEXT, linewidth=1.0, linestyle=":")
-        axes.plot([sent_ms, done_ms], levels, color=drawing.GREEN, linewidth=2.4, label="bucket")
+    heights = {_QUEUED: 0.03, _BUCKET: 0.09}
+    traces = [drawing.bars(part, each, height=heights.get(part, 0.42)) for part, each in found.items() if each]
+    y_axis = {"tickvals": [*range(len(labels))], "ticktext": labels, "range": [len(labels) - 0.4, -0.6]}
+    note = "Thin lines below a bar are buckets of gradients, from ready over sent to reduced."
+    lasted_s = {part: sum(seconds for _, _, seconds in each) for part, each in found.items() if part in PARTS.values()}
+    if core_s := lasted_s[PARTS["core_wait"]]:
+        share = core_s / sum(lasted_s.values())
+        note += f" Waiting for a core ({share:.0%} of the time) is the end of each phase: only its sum is known."
+    alt = f"What each rank did when, as bars, in steps {', '.join(str(step[ranks[0]].step + 1) for step in steps)}."
+    return drawing.plot("Timeline", alt, traces, drawing.bars_layout("milliseconds", len(labels), y_axis), note)

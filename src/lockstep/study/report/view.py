@@ -11,7 +11,15 @@ from typing import Any
 
 from lockstep.study.common import MIB
 from lockstep.study.links import Cost, Method, format_megabytes, predict_step
-from lockstep.study.report.figures import Cores, Network, bars_of, find_cores, find_network, num_machines
+from lockstep.study.report.figures import (
+    Cores,
+    Network,
+    bars_of,
+    find_cores,
+    find_network,
+    num_machines,
+    timelines_by_step,
+)
 from lockstep.telemetry.figures import Figures, find_figures
 from lockstep.telemetry.live_view import rate
 from lockstep.telemetry.record import Recorded, kind_of, read_run
@@ -312,7 +320,7 @@ class BaselineComparison:
     """The comparison of a run with another.
 
     Args:
-        name: The name of the other run in plots.
+        name: The name of the other run in sentences and plots.
         view: The other run.
         loss_note: A sentence that compares the losses.
         scaling: The speed-up in words; empty if unknown.
@@ -324,9 +332,10 @@ class BaselineComparison:
     scaling: str
 
 
-def compare_with_baseline(view: View, other: View) -> BaselineComparison:
-    """Return the comparison of ``view`` with ``other``."""
+def compare_with_baseline(view: View, other: View, *, is_only: bool = True) -> BaselineComparison:
+    """Return the comparison of ``view`` with ``other``, whose name has its folder if it is not the only one."""
     name = "one device" if other.num_devices == 1 else f"{other.num_devices} devices"
+    name += "" if is_only else f" ({other.run.folder})"
     scaling = ""
     if view.figures.samples_per_s and other.figures.samples_per_s:
         speed_up = view.figures.samples_per_s / other.figures.samples_per_s
@@ -373,15 +382,15 @@ def _losses(view: View) -> dict[int, float]:
 GOOD_BUSY = 90
 
 
-def sentences(view: View, baseline: BaselineComparison | None = None) -> Sequence[str]:
-    """Return the three sentences, fewer if there are no figures; with a ``baseline``, the first compares the speed."""
+def sentences(view: View, baselines: Sequence[BaselineComparison] = ()) -> Sequence[str]:
+    """Return the three sentences, fewer if there are no figures; with ``baselines``, the first compares the speed."""
     if not view.figures.by_rank:
         return f"The record of {view.task} has no step that all ranks have done.", "Record a run with more steps."
     change = f"Change first: {view.advice[0].text}" if view.advice else "No change is predicted to gain more than 3%."
-    return _how_fast(view, baseline), _where(view), change
+    return _how_fast(view, baselines), _where(view), change
 
 
-def _how_fast(view: View, baseline: BaselineComparison | None) -> str:
+def _how_fast(view: View, baselines: Sequence[BaselineComparison]) -> str:
     figures, kind = view.figures, kind_of(view.device)
     one, more = ("CPU process", "CPU processes") if kind == "CPU" else (kind, f"{kind}s")
     # Without a DataLoader, the samples of a script are unknown.
@@ -391,8 +400,7 @@ def _how_fast(view: View, baseline: BaselineComparison | None) -> str:
         rates += f" ({rate(figures.tokens_per_s)} {view.run.last.get('counts') or 'tokens'}/s)"
     text = f"{view.task} trains {rates} on {view.num_devices} {one if view.num_devices == 1 else more}"
     text += f", {milliseconds(figures.step_s)} a step"
-    if baseline is not None and baseline.scaling:
-        text += f"; {baseline.scaling}"
+    text += "".join(f"; {each.scaling}" for each in baselines if each.scaling)
     if figures.slow_step_s > 1.1 * figures.step_s:
         text += f"; one step in twenty takes more than {milliseconds(figures.slow_step_s)}"
     return f"{text}."
@@ -440,6 +448,7 @@ def to_trace(run: Recorded) -> str:
     """
     zero = min((step.time for record in run.ranks.values() for step in record.steps), default=0.0)
     entries: list[dict[str, Any]] = []
+    bars = {step: bars_of(run, found, zero) for step, found in timelines_by_step(run).items()}
 
     def add(kind: str, thread: int, name: str, args: dict[str, Any], at_s: float = 0.0, **more: Any) -> None:
         entries.append({"ph": kind, "pid": rank, "tid": thread, "name": name, "args": args, "ts": at_s * 1e6, **more})
@@ -450,8 +459,8 @@ def to_trace(run: Recorded) -> str:
             add("M", thread, "thread_name", {"name": name})
         for timeline in record.timelines:
             of = {"step": timeline.step + 1}
-            for phase, begin_s, end_s in bars_of(timeline, zero):
-                add("X", 0, phase.replace("_", " "), of, begin_s, dur=(end_s - begin_s) * 1e6)
+            for part, begin_s, end_s in bars[timeline.step][rank]:
+                add("X", 0, PARTS[part].label, of, begin_s, dur=(end_s - begin_s) * 1e6)
             for bucket in timeline.buckets:
                 args, sent_s = {**of, "bytes": bucket.size_bytes}, timeline.time - zero + bucket.sent_s
                 add("X", 1, f"bucket {bucket.number}", args, sent_s, dur=(bucket.done_s - bucket.sent_s) * 1e6)

@@ -1,16 +1,25 @@
-"""What the report draws beside the old figures: a run on one device, curves, loads over time, bandwidth by bucket."""
+"""What the report plots: curves over steps and time, events, other runs, and the parts of a step."""
 
+import json
 import re
 from dataclasses import replace
 
 from click.testing import CliRunner
 
 from lockstep.cli.studies import report
-from lockstep.study.drawing import drawing_style
 from lockstep.study.report import run_page
-from lockstep.study.report.run_page import _curve, draw, ranks_table
+from lockstep.study.report.run_page import MOST_POINTS, draw, ranks_table
 from lockstep.study.report.view import compare_with_baseline, sentences, view_run
-from tests.unit.study.report.report_planted import MACHINE, START, event_line, session, step_line, steps, write_run
+from tests.unit.study.report.report_planted import (
+    MACHINE,
+    START,
+    event_line,
+    session,
+    step_line,
+    steps,
+    timeline_line,
+    write_run,
+)
 
 GPU = {"gpu_percent": 90.0, "gpu_power_w": 300.0, "gpu_temperature_c": 60.0, "num_workers": 2}
 
@@ -42,7 +51,7 @@ def test_a_run_on_one_device_beside_it_tells_whether_it_is_the_same_and_how_much
         "most 1e-07 of the first loss, in step 8."
     )
     assert beside.scaling == "1.82 times as fast as one device, 91% of linear"
-    assert sentences(view, beside)[0] == (
+    assert sentences(view, [beside])[0] == (
         "digits trains 5,818 samples/s on 2 CPU processes, 11.0 ms a step; 1.82 times as fast as one device, 91% of "
         "linear."
     )
@@ -61,20 +70,35 @@ def test_a_run_on_one_device_beside_it_tells_whether_it_is_the_same_and_how_much
     )
 
 
-def test_the_command_takes_it_and_draws_both_losses(tmp_path, monkeypatch):
-    def draw_loss(view, baseline):
-        return [_curve(view, baseline, "Loss", "loss", lambda step: step.loss)]
-
-    monkeypatch.setattr(run_page, "draw", draw_loss)  # one drawing tells: each takes its time
-    double(tmp_path / "two"), single(tmp_path / "one")
-    done = CliRunner().invoke(report, [str(tmp_path / "two"), "--against", str(tmp_path / "one")])
-    assert (
-        done.output.splitlines()[-2]
-        == "Over 30 steps, the losses of this run and of that on one device are bitwise equal."
+def test_the_command_takes_several_and_draws_all_losses(tmp_path, monkeypatch):
+    double(tmp_path / "two"), single(tmp_path / "one"), double(tmp_path / "other", loss=0.15)
+    one, other = str(tmp_path / "one"), str(tmp_path / "other")
+    done = CliRunner().invoke(report, [str(tmp_path / "two"), "--against", one, "--against", other])
+    notes = [
+        f"Over 30 steps, the losses of this run and of that on one device ({one}) are bitwise equal.",
+        f"Over 30 steps, the losses of this run and of that on 2 devices ({other}) begin with the same value and "
+        "differ by at most 7.50% of the first loss, in step 8.",
+    ]
+    out = done.output.splitlines()
+    assert out[0] == (
+        "digits trains 5,818 samples/s on 2 CPU processes, 11.0 ms a step; 1.82 times as fast as one device "
+        f"({one}), 91% of linear; 1.00 times as fast as 2 devices ({other})."
     )
+    assert out[-3:-1] == notes
     page = (tmp_path / "two" / "report.html").read_text()
-    assert page.count("Over 30 steps, the losses of this run and of that on one device are bitwise equal.") == 1
-    assert "one device: from 2 to 0.0667" in page
+    assert [page.count(f"<li>{note}</li>") for note in notes] == [1, 1]
+    assert [page.count(f">{name}</th>") for name in ("this run", f"one device ({one})", f"2 devices ({other})")] == [
+        1
+    ] * 3
+    loss = plots(page)["Loss"]["data"]
+    assert [trace["name"] for trace in loss] == ["this run", f"one device ({one})", f"2 devices ({other})"]
+    assert [trace["y"][7] for trace in loss] == [0.25, 0.25, 0.4]
+    assert len({trace["line"]["color"] for trace in loss}) == 3
+    assert run_page.report(tmp_path / "two", against=one).baselines[0].name == "one device"
+    assert [each.name for each in run_page.report(tmp_path / "two", against=[one, other]).baselines] == [
+        f"one device ({one})",
+        f"2 devices ({other})",
+    ]
 
 
 def test_tokens_are_counted_and_called_what_the_task_calls_them(tmp_path):
@@ -85,24 +109,36 @@ def test_tokens_are_counted_and_called_what_the_task_calls_them(tmp_path):
     assert view_run(write_run(tmp_path / "some", [some])).figures.tokens_per_s is None
 
 
-def headings(*views):
-    with drawing_style():
-        return {re.search("<figcaption>(.*?)</figcaption>", plot)[1]: plot for plot in draw(*views)}
+def plots(page):
+    """Return what plotly draws, and the description, by heading."""
+    pattern = r'<figure.*?<figcaption>(.*?)</figcaption>.*?aria-label="(.*?)".*?json">(.*?)</script></figure>'
+    return {heading: {**json.loads(data), "alt": alt} for heading, alt, data in re.findall(pattern, page, re.DOTALL)}
 
 
-def test_curves_are_drawn_where_there_is_something_to_see(tmp_path):
+def drawn(view, *baselines):
+    return plots("".join(draw(view, baselines)))
+
+
+def trace_of(plot, name):
+    return next(trace for trace in plot["data"] if trace["name"] == name)
+
+
+def test_curves_are_drawn_of_all_that_is_known(tmp_path):
     lines = [
-        step_line(number, learning_rate=0.1 / (number + 1), grad_norm=5.0 + (number == 12)) for number in range(30)
+        step_line(number, learning_rate=0.1 / (number + 1), grad_norm=5.0 + (number == 12), logged={"<b>": 3.0})
+        for number in range(30)
     ]
-    found = headings(view_run(write_run(tmp_path / "run", [lines])))
-    assert (
-        "Curve of the learning rate over the steps: from 0.1 to 0.00333, between 0.00333 and 0.1."
-        in found["Learning rate"]
-    )
-    assert "Curve of the gradient norm over the steps: from 5 to 5, between 5 and 6." in found["Gradient norm"]
-    plain = view_run(write_run(tmp_path / "plain", [steps()]))
-    with drawing_style():
-        assert _curve(plain, None, "Learning rate", "learning rate", lambda step: step.learning_rate) is None
+    found = drawn(view_run(write_run(tmp_path / "run", [lines])))
+    assert list(found) == [
+        *("Where the time of a step goes", "Loss", "Throughput", "Learning rate", "Gradient norm", "Logged: &lt;b&gt;")
+    ]
+    rate = found["Learning rate"]
+    assert rate["alt"] == "Learning rate over the steps: from 0.1 to 0.00333, between 0.00333 and 0.1."
+    assert rate["data"][0]["x"][:3] == [1, 2, 3] and rate["data"][0]["y"][:3] == [0.1, 0.05, 0.033333]
+    norm = "Gradient norm over the steps: from 5 to 5, between 5 and 6."
+    assert found["Gradient norm"]["alt"] == norm
+    # Around a value that never changes, its axis begins with zero.
+    assert found["Logged: &lt;b&gt;"]["layout"]["yaxis"]["range"] == [0, 6]
 
 
 def test_evaluations_are_drawn_beside_the_training_loss_and_by_metric(tmp_path):
@@ -111,14 +147,90 @@ def test_evaluations_are_drawn_beside_the_training_loss_and_by_metric(tmp_path):
         for step in (10, 20)
     ]
     view = view_run(write_run(tmp_path / "run", [[*steps(), *evaluated]]))
-    found = headings(view)
-    assert list(found) == ["Where the time of a step goes", "Loss", "Evaluation: &lt;b&gt;"]
-    loss = "Curve of the loss over the steps: from 2 to 0.0667, between 0.0667 and 2; evaluation: from 0.1 to 0.05, "
-    assert loss in found["Loss"] and ">evaluation</text>" in found["Loss"]
-    assert "evaluation: from 0.1 to 0.2, between 0.1 and 0.2." in found["Evaluation: &lt;b&gt;"]
-    both = headings(view, compare_with_baseline(view, view))["Loss"]
-    names = ("this run", "this run, evaluation", "one device", "one device, evaluation")
-    assert [both.count(f">{name}</text>") for name in names] == [1, 1, 1, 1]
+    found = drawn(view)
+    assert [name for name in found if name.startswith("Eval")] == ["Evaluation: &lt;b&gt;", "Evaluation: same"]
+    assert found["Loss"]["alt"] == (
+        "Loss over the steps: from 2 to 0.0667, between 0.0667 and 2; evaluation: from 0.1 to 0.05, "
+        "between 0.05 and 0.1."
+    )
+    assert [(trace["name"], trace["mode"]) for trace in found["Loss"]["data"]] == [
+        ("training", "lines"),
+        ("evaluation", "lines+markers"),
+    ]
+    assert trace_of(found["Evaluation: &lt;b&gt;"], "evaluation")["y"] == [0.1, 0.2]
+    both = drawn(view, compare_with_baseline(view, view))["Loss"]["data"]
+    names = ["this run", "this run, evaluation", "one device", "one device, evaluation", "evaluation"]
+    assert [trace["name"] for trace in both] == names
+
+
+def test_memory_and_load_are_drawn_over_the_time(tmp_path):
+    ranks = [
+        [*steps(), *machine_lines(**GPU, core_wait_percent=0.0)],
+        [*steps(), *machine_lines(**{**GPU, "gpu_percent": 40.0, "rss_bytes": 2**20})],
+    ]
+    view = view_run(write_run(tmp_path / "run", ranks))
+    found = drawn(view)
+    names = ["Memory of each process", "CPU", "GPU busy"]  # but nothing that is always 0
+    assert list(found)[-3:] == names
+    rank = trace_of(found["Memory of each process"], "rank 1")
+    assert (rank["x"], rank["y"]) == ([0.0333, 0.0667, 0.1, 0.1333], [1.0] * 4)
+    assert found["GPU busy"]["alt"] == (
+        "GPU busy over the minutes: rank 0: from 90 to 90, between 90 and 90; rank 1: from 40 to 40, between 40 and 40."
+    )
+    both = drawn(view, compare_with_baseline(view, view))["GPU busy"]["data"]
+    assert [(trace["name"], trace["y"]) for trace in both] == [("this run", [65] * 4), ("2 devices", [65] * 4)]
+
+
+def test_events_are_marked_on_the_curves(tmp_path):
+    lost = event_line("recovery", "<i>rank 1</i>\nwas lost", 12, 1.5)
+    events = [event_line("checkpoint", "saved", 10, 0.2), lost, event_line("remark", "no mark", 13), MACHINE]
+    found = drawn(view_run(write_run(tmp_path / "run", [[*steps(), *events, *machine_lines()]])))
+    loss = found["Loss"]
+    assert loss["alt"].endswith(" Marked: recovery (1), checkpoint (1).")
+    assert [trace["name"] for trace in loss["data"]] == ["training", "recovery", "checkpoint"]
+    recovery, checkpoint = loss["data"][1:]
+    assert (recovery["x"], recovery["y"], recovery["yaxis"]) == ([12, 12, None], [0, 1, None], "y2")
+    assert recovery["text"][0] == "recovery after step 12: &lt;i&gt;rank 1&lt;/i&gt; was lost"
+    assert (checkpoint["x"], checkpoint["y"]) == ([10, 10, None], [0, 0.08, None])
+    over_time = trace_of(found["CPU"], "recovery")["x"]
+    assert over_time == [0.0022, 0.0022, None]  # 12 steps of 11 ms
+
+
+def test_long_curves_are_means_of_bins_without_what_json_has_not(tmp_path):
+    lines = [step_line(number, loss="nan" if number == 2 else float(number)) for number in range(2 * MOST_POINTS)]
+    (loss,) = drawn(view_run(write_run(tmp_path / "run", [lines])))["Loss"]["data"]
+    assert len(loss["x"]) == MOST_POINTS
+    assert (loss["x"][:3], loss["y"][:3]) == ([1.5, 3.5, 5.5], [0.5, None, 4.5])
+
+
+def test_bars_and_timeline_have_the_same_parts(tmp_path):
+    # Of 6 ms of backward, 2 were waiting for a core; rank 1 waited 3 ms for rank 0, then both 1 ms for the exchange.
+    times = {"data_wait_s": 0.0, "backward_s": 0.004, "optimizer_s": 0.0, "core_wait_s": 0.002}
+    ranks = [
+        [
+            *steps(9, exposed_s=wait_s, **times, interval_s=0.014, total_s=0.013),
+            *[timeline_line(4, START + 0.1, own_s=own_s, wait_s=wait_s, buckets=[(0, 2**20, 0.007, own_s, 0.01)])],
+        ]
+        for own_s, wait_s in ((0.009, 0.001), (0.009, 0.004))
+    ]
+    found = drawn(view_run(write_run(tmp_path / "run", ranks)))
+    bars, timeline = found["Where the time of a step goes"], found["Timeline"]
+    labels = {trace["name"]: trace["marker"] for trace in bars["data"]}
+    shared = {trace["name"]: trace["marker"] for trace in timeline["data"] if trace["name"] in labels}
+    assert list(shared) == ["forward", "backward", "exchange", "waiting for ranks", "waiting for a core", "other"]
+    assert all(labels[name] == look for name, look in shared.items())
+    assert [trace["name"] for trace in timeline["data"][-2:]] == ["bucket, not sent", "bucket"]
+    assert timeline["layout"]["yaxis"]["ticktext"] == ["<b>step 5</b>", "rank 0", "rank 1"]
+    traces = {name: trace_of(timeline, name) for name in shared if name != "forward"}
+    spans = {name: [*zip(trace["base"], trace["x"], strict=True)] for name, trace in traces.items()}
+    assert spans == {
+        "backward": [(3, 4), (3, 4)],
+        "waiting for a core": [(7, 2), (7, 2)],
+        "waiting for ranks": [(9, 3)],
+        "exchange": [(9, 1), (12, 1)],
+        "other": [(10, 4), (13, 1)],
+    }
+    assert "Waiting for a core (14% of the time) is the end of each phase" in "".join(draw(view_run(tmp_path / "run")))
 
 
 def test_each_rank_has_a_row_with_its_parts_memory_and_load(tmp_path):

@@ -89,12 +89,13 @@ def test_only_steps_that_all_ranks_have_count(tmp_path):
 def test_a_window_has_steps_that_follow_each_other_on_one_clock(tmp_path):
     zero = [timeline_line(4, START + 1.0, own_s=0.006, wait_s=0.004), timeline_line(5, START + 1.010)]
     one = [timeline_line(4, START + 1.001), timeline_line(5, START + 1.010, own_s=0.006, wait_s=0.004)]
-    window = find_window(read_run(write_run(tmp_path / "run", [[*steps(9), *zero], [*steps(9), *one]])))
+    run = read_run(write_run(tmp_path / "run", [[*steps(9), *zero], [*steps(9), *one]]))
+    window = find_window(run)
     assert [{rank: each.step for rank, each in step.items()} for step in window] == [{0: 4, 1: 4}, {0: 5, 1: 5}]
-    bars = bars_of(window[0][1], START + 1.0)
-    assert [phase for phase, _, _ in bars] == ["forward", "backward", "waiting"]
+    bars = bars_of(run, window[0], START + 1.0)[1]
+    assert [part for part, _, _ in bars] == ["forward", "backward", "wire", "other"]
     moments = [moment for _, *both in bars for moment in both]
-    assert moments == pytest.approx([0.001, 0.004, 0.004, 0.010, 0.010, 0.011], abs=1e-6)
+    assert moments == pytest.approx([0.001, 0.004, 0.004, 0.010, 0.010, 0.011, 0.011, 0.012], abs=1e-6)
 
 
 def test_a_window_needs_timelines_of_all_ranks(tmp_path):
