@@ -38,7 +38,7 @@ def adopt() -> None:
     ours as one. Calling it again does no harm. Processes that the script spawns adopt only if what they run calls it
     too. docs/script.md lists what was tried and what differs.
     """
-    for torchs in (each for each in _REPLACED if isinstance(each, type) and issubclass(each, torch.nn.Module)):
+    for torchs in (cls for cls in _REPLACED if isinstance(cls, type) and issubclass(cls, torch.nn.Module)):
         for kind in torchs.__subclasses__():
             if kind.__module__.split(".")[0] not in ("torch", "lockstep"):
                 warnings.warn(
@@ -46,7 +46,7 @@ def adopt() -> None:
                     "Call lockstep.adopt() before it is defined, or start the script with `lockstep run --adopt`.",
                     stacklevel=2,
                 )
-    replacements = {id(torchs): ours for torchs, ours in _REPLACED.items()}
+    replacements = {id(torchs): replacement for torchs, replacement in _REPLACED.items()}
     # torch's internal modules that are already loaded may rely on the internals of torch's class. They recognise ours
     # by isinstance, because our engine registers itself with torch's class. Modules loaded later get ours.
     # A copy of the list: reading an attribute of a module may import another module.

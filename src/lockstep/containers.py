@@ -127,4 +127,4 @@ def _has_fields(value: Any) -> bool:
 
 
 def _field_names(value: Any) -> list[str]:
-    return [each.name for each in fields(value) if hasattr(value, each.name)]
+    return [field.name for field in fields(value) if hasattr(value, field.name)]

@@ -127,15 +127,15 @@ class RankEnv:
         if "RANK" in env:
             return _from_torchrun(env, "RANK")
         if _OPEN_MPI[0] in env:
-            found = _from_mpi(env, Launcher.OPEN_MPI, *_OPEN_MPI)
+            rank_env = _from_mpi(env, Launcher.OPEN_MPI, *_OPEN_MPI)
         elif "PMI_RANK" in env and ("MPI_LOCALRANKID" in env or "SLURM_PROCID" not in env):
-            found = _from_mpi(env, Launcher.PMI, *_PMI)
+            rank_env = _from_mpi(env, Launcher.PMI, *_PMI)
         elif "SLURM_PROCID" in env and not _is_batch_shell(env):
-            found = _from_slurm(env)
+            rank_env = _from_slurm(env)
         elif _POD_INDEX in env and env.get("WORLD_SIZE", "1") != "1":
             return _from_torchrun(env, _POD_INDEX)
         else:
-            found = cls(0, 0, 1, 1, 0, None, None, Launcher.NONE)
+            rank_env = cls(0, 0, 1, 1, 0, None, None, Launcher.NONE)
             if env.get("PET_NNODES", "1") not in ("1", "1:1"):
                 raise _not_started(f"PET_NNODES={env['PET_NNODES']} asks for several machines, but RANK is not set")
             if "LOCAL_RANK" in env or env.get("WORLD_SIZE", "1") != "1":
@@ -144,13 +144,13 @@ class RankEnv:
                     "Start the ranks with `lockstep run`, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and "
                     "MASTER_PORT for each."
                 )
-        for name, value in (("WORLD_SIZE", found.world_size), ("LOCAL_RANK", found.local_rank)):
+        for name, value in (("WORLD_SIZE", rank_env.world_size), ("LOCAL_RANK", rank_env.local_rank)):
             if name in env and _integer(env, name) != value:
                 raise ConfigurationError(
-                    f"{name}={env[name]} contradicts what {found.launcher.value} says ({value}).\n"
+                    f"{name}={env[name]} contradicts what {rank_env.launcher.value} says ({value}).\n"
                     f"Unset {name}, or start the ranks with as many tasks as it says."
                 )
-        return found
+        return rank_env
 
     def checked(self, rank_name: str, size_name: str, local_rank_name: str, local_size_name: str) -> RankEnv:
         """Return this if its numbers fit each other; the names are the variables to blame.
@@ -208,8 +208,8 @@ def _from_torchrun(env: Mapping[str, str], rank_name: str) -> RankEnv:
     local_rank = _integer(env, "LOCAL_RANK", default=rank if one_machine else None)
     node_name = "GROUP_RANK" if "GROUP_RANK" in env else "NODE_RANK"
     node_rank = _integer(env, node_name, default=rank // max(local_world_size, 1))
-    found = RankEnv(rank, local_rank, world_size, local_world_size, node_rank, addr, port, Launcher.TORCHRUN)
-    return found.checked(*names)
+    rank_env = RankEnv(rank, local_rank, world_size, local_world_size, node_rank, addr, port, Launcher.TORCHRUN)
+    return rank_env.checked(*names)
 
 
 def _not_started(reason: str) -> ConfigurationError:
@@ -231,8 +231,8 @@ def _from_mpi(env: Mapping[str, str], launcher: Launcher, *names: str) -> RankEn
     job = env.get("PMIX_NAMESPACE") if launcher is Launcher.OPEN_MPI else None
     port = _port(env) or (_port_of_job(job) if job else DEFAULT_MASTER_PORT)
     node_rank = rank // max(local_world_size, 1)
-    found = RankEnv(rank, local_rank, world_size, local_world_size, node_rank, addr or "127.0.0.1", port, launcher)
-    return found.checked(*names)
+    rank_env = RankEnv(rank, local_rank, world_size, local_world_size, node_rank, addr or "127.0.0.1", port, launcher)
+    return rank_env.checked(*names)
 
 
 def _from_slurm(env: Mapping[str, str]) -> RankEnv:
@@ -254,8 +254,8 @@ def _from_slurm(env: Mapping[str, str]) -> RankEnv:
     if is_het:
         return RankEnv(rank, 0, world_size, 1, rank, addr, port, Launcher.ENV)
     local_world_size = tasks_on_node(_value(env, layout_name), node_rank, variable=layout_name)
-    found = RankEnv(rank, local_rank, world_size, local_world_size, node_rank, addr, port, Launcher.SLURM)
-    return found.checked("SLURM_PROCID", size_name, "SLURM_LOCALID", layout_name)
+    rank_env = RankEnv(rank, local_rank, world_size, local_world_size, node_rank, addr, port, Launcher.SLURM)
+    return rank_env.checked("SLURM_PROCID", size_name, "SLURM_LOCALID", layout_name)
 
 
 def _is_batch_shell(env: Mapping[str, str]) -> bool:
@@ -309,19 +309,19 @@ CGROUP_ROOT = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
-def read_groups(controller: str, file: str, root: Path | None = None, own: Path | None = None) -> list[str]:
+def read_groups(controller: str, file: str, root: Path | None = None, cgroups: Path | None = None) -> list[str]:
     """Return the texts of ``file``, such as ``cpu.max``, of this process's control groups, from the innermost on.
 
     Args:
         controller: The hierarchy, in version 1 of control groups; version 2 has one hierarchy for all controllers.
         file: One that not every group has.
         root: The mount point of control groups.
-        own: The list of this process's groups.
+        cgroups: The file that lists the groups of this process.
     """
-    root, own = root or CGROUP_ROOT, own or OWN_CGROUPS
-    folders, found = [], []
+    root, cgroups = root or CGROUP_ROOT, cgroups or OWN_CGROUPS
+    folders, texts = [], []
     # Groups are named as their creator likes, for example in Latin-1.
-    for line in filter(None, os.fsdecode(own.read_bytes()).split("\n") if own.exists() else ()):
+    for line in filter(None, os.fsdecode(cgroups.read_bytes()).split("\n") if cgroups.exists() else ()):
         _, names, path = line.split(":", 2)
         if names == "" or controller in names.split(","):
             # Inside a container the path may be that of the host, which does not exist here: then the root applies.
@@ -330,27 +330,27 @@ def read_groups(controller: str, file: str, root: Path | None = None, own: Path 
             folders += [base / part for base in bases for part in inner]
     for folder in dict.fromkeys([*folders, root]):
         with contextlib.suppress(OSError):
-            found.append((folder / file).read_text(errors="replace").strip())
-    return found
+            texts.append((folder / file).read_text(errors="replace").strip())
+    return texts
 
 
-def cpu_quota(root: Path | None = None, own: Path | None = None) -> float | None:
+def cpu_quota(root: Path | None = None, cgroups: Path | None = None) -> float | None:
     """Return the lowest CPU quota of this process's control groups, in cores; None without a quota."""
-    texts = [text.split() for text in read_groups("cpu", "cpu.max", root, own)]
-    periods = read_groups("cpu", "cpu.cfs_period_us", root, own)
-    texts += map(list, zip(read_groups("cpu", "cpu.cfs_quota_us", root, own), periods, strict=False))
+    texts = [text.split() for text in read_groups("cpu", "cpu.max", root, cgroups)]
+    periods = read_groups("cpu", "cpu.cfs_period_us", root, cgroups)
+    texts += map(list, zip(read_groups("cpu", "cpu.cfs_quota_us", root, cgroups), periods, strict=False))
     # Without a quota the second version says "max", the first one -1.
     return min((int(quota) / int(period) for quota, period in texts if quota.isdecimal()), default=None)
 
 
-def throttled_s(root: Path | None = None, own: Path | None = None) -> float:
+def throttled_s(root: Path | None = None, cgroups: Path | None = None) -> float:
     """Return how long quotas have throttled this process's control groups so far, in core-seconds."""
-    found = [0.0]
-    for text in read_groups("cpu", "cpu.stat", root, own):
+    times_s = [0.0]
+    for text in read_groups("cpu", "cpu.stat", root, cgroups):
         stat = dict(line.split() for line in text.splitlines())
         # Microseconds in the second version, nanoseconds in the first.
-        found.append(int(stat.get("throttled_usec", 0)) / 1e6 + int(stat.get("throttled_time", 0)) / 1e9)
-    return max(found)  # a group's time includes that of its subgroups
+        times_s.append(int(stat.get("throttled_usec", 0)) / 1e6 + int(stat.get("throttled_time", 0)) / 1e9)
+    return max(times_s)  # a group's time includes that of its subgroups
 
 
 def usable_cores() -> int:

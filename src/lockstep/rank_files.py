@@ -132,8 +132,8 @@ class FailureRecord(Progress):
     @classmethod
     def read_all(cls, folder: Path, kind: str = FAILURE) -> "dict[int, FailureRecord]":
         """Return the records of the ranks that failed, or of kind `ENDED`."""
-        found = {rank: read_object(path) for rank, path in files_by_rank(folder, kind).items()}
-        return {rank: cls(**content) for rank, content in found.items() if content}
+        contents = {rank: read_object(path) for rank, path in files_by_rank(folder, kind).items()}
+        return {rank: cls(**content) for rank, content in contents.items() if content}
 
 
 # Graceful stop: a rank that can stop and save announces this; the launcher requests the stop; each rank then reports
@@ -325,8 +325,8 @@ class Arrival:
     @classmethod
     def read_all(cls, folder: Path) -> "dict[int, Arrival]":
         """Return those of the processes of this machine that can go on in a next generation."""
-        found = {pid: read_object(path) for pid, path in files_by_rank(folder, _RECOVERS).items()}
-        return {pid: cls(**content) for pid, content in found.items() if content}
+        contents = {pid: read_object(path) for pid, path in files_by_rank(folder, _RECOVERS).items()}
+        return {pid: cls(**content) for pid, content in contents.items() if content}
 
 
 def announce_recovery(folder: Path, pid: int, arrival: Arrival | None = None) -> None:

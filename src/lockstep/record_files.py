@@ -54,10 +54,10 @@ def keep_rest_aside(folder: Path, world_size: int) -> None:
         folder: Of the record.
         world_size: The number of ranks of the run that begins.
     """
-    own = {f"rank-{rank}.jsonl" for rank in range(world_size)}
-    rest = [path for path in sorted(folder.glob("*rank-*.jsonl")) if path.name not in own]
-    rest += folder.glob("run.json")
-    for earlier in {_keep_aside(path) for path in rest}:
+    rank_names = {f"rank-{rank}.jsonl" for rank in range(world_size)}
+    paths = [path for path in sorted(folder.glob("*rank-*.jsonl")) if path.name not in rank_names]
+    paths += folder.glob("run.json")
+    for earlier in {_keep_aside(path) for path in paths}:
         print(f"lockstep: the record of an earlier run is now in {earlier}", file=sys.stderr, flush=True)
 
 
@@ -69,7 +69,7 @@ def _keep_aside(path: Path) -> Path:
         first = json.load(lines)["sessions"][0] if path.name == "run.json" else json.loads(lines.readline())
         run = first["run"].replace(os.sep, "-")
     names = itertools.chain([run], (f"{run}.{number}" for number in itertools.count(1)))
-    folder = next(each for name in names if not (each := path.parent / f"earlier-{name}").joinpath(path.name).exists())
+    folder = next(dest for name in names if not (dest := path.parent / f"earlier-{name}").joinpath(path.name).exists())
     folder.mkdir(exist_ok=True)
     path.rename(folder / path.name)
     return folder

@@ -113,14 +113,14 @@ interpreter_stack: Callable[[], Any] = _now(
 # In this context, operations ignore these transforms.
 outside_transforms: Callable[[], Any] = _now("torch._C._DisableFuncTorch", "vmap raises an error.", nullcontext)
 _is_wrapped, _unwrapped = (
-    _now(f"torch._C._functorch.{each}", "vmap raises an error.", bool)
-    for each in ("is_functorch_wrapped_tensor", "get_unwrapped")
+    _now(f"torch._C._functorch.{name}", "vmap raises an error.", bool)
+    for name in ("is_functorch_wrapped_tensor", "get_unwrapped")
 )
 
 
 def differentiates() -> bool:
     """Return whether one of these transforms computes derivatives itself, without a backward of the caller's."""
-    return any(each.key().name in ("Grad", "Jvp") for each in interpreter_stack() or ())
+    return any(interpreter.key().name in ("Grad", "Jvp") for interpreter in interpreter_stack() or ())
 
 
 def unwrap(tensor: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
 
 # Methods of many tensors, in few kernels.
 foreach_copy_, foreach_add_, foreach_mul_, foreach_zero_ = (
-    _now(f"torch._foreach_{each}_", "flat buffers raise an error.", _refuse) for each in ("copy", "add", "mul", "zero")
+    _now(f"torch._foreach_{name}_", "flat buffers raise an error.", _refuse) for name in ("copy", "add", "mul", "zero")
 )
 foreach_norm: Callable[..., list[Tensor]] = _now("torch._foreach_norm", "flat buffers raise an error.", _refuse)
 
@@ -259,7 +259,7 @@ def replicate_for_data_parallel(module: nn.Module) -> nn.Module:
 
     That of ``GraphModule`` is not used: it compiles the graph again, and sharing the class works as well.
     """
-    plain = [getattr(each, "_replicate_for_data_parallel", None) for each in (nn.Module, torch.fx.GraphModule)]
+    plain = [getattr(cls, "_replicate_for_data_parallel", None) for cls in (nn.Module, torch.fx.GraphModule)]
     if getattr(type(module), "_replicate_for_data_parallel", None) in plain:
         return module
     return module._replicate_for_data_parallel()  # type: ignore[no-any-return]
@@ -321,7 +321,7 @@ def set_compiled_call(module: nn.Module, compiled: Callable[..., Any], *, is_exa
         is_exact: Refuse to run uncompiled. Otherwise the first dimension of inputs may vary without a new graph.
         in_hooks: Leave out the hooks of ``module``.
     """
-    where = "forward" if in_hooks else COMPILED_CALL
+    attribute = "forward" if in_hooks else COMPILED_CALL
     call, dynamo = module.forward if in_hooks else module._call_impl, importlib.import_module("torch._dynamo")
     strict = {"fail_on_recompile_limit_hit": True, "recompile_limit": 64}
 
@@ -335,7 +335,7 @@ def set_compiled_call(module: nn.Module, compiled: Callable[..., Any], *, is_exa
                 dynamo.maybe_mark_dynamic(tensor, 0)
         return compiled(call, inputs, kwargs)
 
-    setattr(module, where, exact if is_exact else marked)
+    setattr(module, attribute, exact if is_exact else marked)
 
 
 # --- devices, loaders, the profiler -----------------------------------------------------------------------------------
@@ -355,8 +355,8 @@ def is_in_bad_fork(device_type: str) -> bool:
 
 # The classes of a DataLoader's iterators: their base; the one in this process, and the one with loader processes.
 BaseDataLoaderIter, *LoaderIters = (
-    _now(f"torch.utils.data.dataloader._{each}Iter", "loaders are not watched.", type(each, (), {"__next__": None}))
-    for each in ("BaseDataLoader", "SingleProcessDataLoader", "MultiProcessingDataLoader")
+    _now(f"torch.utils.data.dataloader._{name}Iter", "loaders are not watched.", type(name, (), {"__next__": None}))
+    for name in ("BaseDataLoader", "SingleProcessDataLoader", "MultiProcessingDataLoader")
 )
 
 
@@ -394,7 +394,7 @@ def progress_of_calling_loader() -> Callable[[], tuple[int, int]]:
 
 def is_state_of_loader() -> bool:
     """Return whether torchdata's StatefulDataLoader calls: it asks for the state of what it has read ahead."""
-    return any(each.f_globals.get("__name__", "").startswith("torchdata.") for each, _ in walk_stack(sys._getframe()))
+    return any(frame.f_globals.get("__name__", "").startswith("torchdata.") for frame, _ in walk_stack(sys._getframe()))
 
 
 def hide_worker_info() -> None:
@@ -460,9 +460,9 @@ def all_gather_single(group: dist.ProcessGroup, *arguments: Any) -> dist.Work:
     return group._allgather_base(*arguments)
 
 
-def reduce_scatter_single(group: dist.ProcessGroup, *arguments: Any, **more: Any) -> dist.Work:
+def reduce_scatter_single(group: dist.ProcessGroup, *arguments: Any, **kwargs: Any) -> dist.Work:
     """Call the method of a group, which the public function calls with checks. Without it: AttributeError."""
-    return group._reduce_scatter_base(*arguments, **more)
+    return group._reduce_scatter_base(*arguments, **kwargs)
 
 
 def timeout_of(backend: Any) -> timedelta:
@@ -510,8 +510,8 @@ pre_dp_module_transform = _late(
 
 # Static methods of torch's DDP: one sets the names that DDP ignores, the other yields the parameters that it does not.
 ignore_in_ddp, ddp_parameters = (
-    _now(f"torch.nn.parallel.distributed.DistributedDataParallel.{each}", "libraries miss it on ours.", _refuse)
-    for each in ("_set_params_and_buffers_to_ignore_for_model", "_get_data_parallel_params")
+    _now(f"torch.nn.parallel.distributed.DistributedDataParallel.{method}", "libraries miss it on ours.", _refuse)
+    for method in ("_set_params_and_buffers_to_ignore_for_model", "_get_data_parallel_params")
 )
 
 # What a ``Join`` has set on a wrapper that is in it. Without the attribute: AttributeError in forward.

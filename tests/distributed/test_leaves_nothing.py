@@ -23,7 +23,7 @@ if sys.argv[2] == "spare":
     import lockstep
     from lockstep.comm.generations import Membership
     member = Membership(lockstep.init(backend="gloo"))
-    member.arrive(0)
+    member.join(0)
 folder, stubborn = Path(sys.argv[1]), sys.argv[2] == "stubborn"
 if stubborn:
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -75,17 +75,17 @@ def split_group(color: int, *, group: Group, device: torch.device) -> Group:
     """
     colors = all_gather_object(color, group=group, device=device)
     ranks = grouped(range(len(colors)), colors.__getitem__)
-    return _noted(lambda: dist.new_subgroups_by_enumeration([ranks[each] for each in sorted(ranks)])[0])
+    return _noted(lambda: dist.new_subgroups_by_enumeration([ranks[color] for color in sorted(ranks)])[0])
 
 
 def _noted(make: Callable[[], Any]) -> Group:
     """Return what ``make`` makes, with its connections noted for `cut_links`. Collective: every rank of that group."""
     before = listening()
-    made: Group = make()
-    if "gloo" in backend_name(made):
-        store = dist.PrefixStore(f"lockstep/links/{made.group_name}", torch_internals.default_store())
-        note_links(before, store, made.rank(), made.size())
-    return made
+    group: Group = make()
+    if "gloo" in backend_name(group):
+        store = dist.PrefixStore(f"lockstep/links/{group.group_name}", torch_internals.default_store())
+        note_links(before, store, group.rank(), group.size())
+    return group
 
 
 def mesh_group(device_mesh: Any, module: torch.nn.Module) -> Group:
@@ -189,8 +189,8 @@ def all_reduce_together(tensors: Sequence[Tensor], *, group: Group) -> list[Work
     """
     if not is_native(group):  # it may lack this method
         return [all_reduce_work(tensor, group=group) for tensor in tensors]
-    alike = grouped(map(_real, tensors), attrgetter("device", "dtype"))
-    return [group.allreduce_coalesced(each, dist.AllreduceCoalescedOptions()) for each in alike.values()]
+    groups = grouped(map(_real, tensors), attrgetter("device", "dtype"))
+    return [group.allreduce_coalesced(part, dist.AllreduceCoalescedOptions()) for part in groups.values()]
 
 
 def broadcast_async(tensor: Tensor, *, group: Group, src: int, alone: bool = False) -> Work:
@@ -287,11 +287,11 @@ class RepeatedBroadcast:
             chunks = in_chunks(wide_first, attrgetter("device"), attrgetter("nbytes"), _BROADCAST_CHUNK_BYTES)
             self._packs = [_pack(chunk) for chunk in chunks]
         is_source = self._group.rank() == src
-        for flat, alike in self._packs:
-            for tensors, pieces in alike if is_source else ():
+        for flat, lists in self._packs:
+            for tensors, pieces in lists if is_source else ():
                 torch_internals.foreach_copy_(pieces, tensors)
             broadcast(flat, group=self._group, src=src, operation=self._operation)
-            for tensors, pieces in () if is_source else alike:
+            for tensors, pieces in () if is_source else lists:
                 # With a new version, autograd would refuse a backward through tensors that it saved before.
                 with torch_internals.unsafe_preserve_version_counter(tuple(tensors)):
                     torch_internals.foreach_copy_(tensors, pieces)
@@ -303,9 +303,9 @@ def _pack(tensors: list[Tensor]) -> tuple[Tensor, list[tuple[list[Tensor], list[
     pieces = flat.split(sizes_bytes)
     # One list for each kind: a copy of several dtypes, or between different strides, is a kernel for each tensor.
     kinds = [(tensor.dtype, tensor.is_contiguous()) for tensor in tensors]
-    alike = grouped(range(len(tensors)), kinds.__getitem__).values()
+    groups = grouped(range(len(tensors)), kinds.__getitem__).values()
     views = [piece.view(tensor.dtype).view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
-    return flat, [([tensors[each] for each in places], [views[each] for each in places]) for places in alike]
+    return flat, [([tensors[index] for index in places], [views[index] for index in places]) for places in groups]
 
 
 def all_gather(tensor: Tensor, *, group: Group) -> Tensor:
@@ -530,13 +530,13 @@ def reduce_scatter_slices(flat: Tensor, *, group: Group, alone: bool = False, pi
         pieces: As in `all_reduce_work`. Elements beyond the end of ``flat`` are copied to the memory after it.
     """
     if flat.is_cpu and _is_gloo(group, flat.device):  # Gloo's own reduce-scatter is an all-reduce
-        own, received = _real(_own_slice(flat, group)), torch.empty_like(_real(flat))
-        slices, places = (each.view(group.size(), own.numel()).unbind() for each in (_real(flat), received))
-        return _Exchange(slices, places, group, lambda: sum_rows(received, own))
+        own_slice, received = _real(_own_slice(flat, group)), torch.empty_like(_real(flat))
+        slices, places = (flats.view(group.size(), own_slice.numel()).unbind() for flats in (_real(flat), received))
+        return _Exchange(slices, places, group, lambda: sum_rows(received, own_slice))
     options = dist.ReduceScatterOptions()
     options.asyncOp = not (alone and flat.is_cpu)
-    given = {} if pieces is None else {"pieces": pieces}
-    return torch_internals.reduce_scatter_single(group, _real(_own_slice(flat, group)), _real(flat), options, **given)
+    extra = {} if pieces is None else {"pieces": pieces}
+    return torch_internals.reduce_scatter_single(group, _real(_own_slice(flat, group)), _real(flat), options, **extra)
 
 
 def all_gather_flat(output: Tensor, tensor: Tensor, *, group: Group, alone: bool = False) -> Work:
@@ -551,8 +551,8 @@ def all_gather_flat(output: Tensor, tensor: Tensor, *, group: Group, alone: bool
         alone: As in `all_reduce_work`.
     """
     if tensor.is_cpu and _is_gloo(group, tensor.device):
-        own = _real(tensor)
-        return _Exchange([own] * group.size(), _real(output).view(group.size(), own.numel()).unbind(), group)
+        sent = _real(tensor)
+        return _Exchange([sent] * group.size(), _real(output).view(group.size(), sent.numel()).unbind(), group)
     options = dist.distributed_c10d.AllgatherOptions()
     options.asyncOp = not (alone and tensor.is_cpu)
     return torch_internals.all_gather_single(group, _real(output), _real(tensor), options)
@@ -585,12 +585,12 @@ def gather_states(state: Any, *, group: Group, device: torch.device, to: int | N
     keeps = to is None or _member(to, group) == group.rank()
     buffer = io.BytesIO()
     torch.save(state, buffer)
-    mine = torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
+    packed = torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
     del buffer  # as large as the state, and not needed while it travels
-    sizes = all_gather(torch.tensor([mine.numel()], device=device), group=group).flatten().tolist()
+    sizes = all_gather(torch.tensor([packed.numel()], device=device), group=group).flatten().tolist()
     states = []
     for rank, size in enumerate(sizes):  # one by one: only a rank that keeps them needs memory for more than one
-        data = mine.to(device) if rank == group.rank() else torch.empty(size, dtype=torch.uint8, device=device)
+        data = packed.to(device) if rank == group.rank() else torch.empty(size, dtype=torch.uint8, device=device)
         broadcast(data, group=group, src=rank)
         if keeps:
             file = io.BytesIO(data.cpu().numpy().tobytes())

@@ -95,7 +95,7 @@ class Membership:
         rank_files.announce_recovery(self._folder, os.getpid(), self._arrival)
         self._has_announced = True
 
-    def arrive(self, number: int) -> None:
+    def join(self, number: int) -> None:
         """Report to the launcher that this process can go on in place from now on, with its first attempt.
 
         If ranks train alone between attempts, also report that it has come to attempt ``number``.
@@ -103,11 +103,11 @@ class Membership:
         if self._arrival is not None:
             self._arrival, self._is_apart = replace(self._arrival, number=number), False
             self._announce()
-            self._look()
+            self._check_newer()
         elif not self._has_announced:
             self._announce()
 
-    def depart(self) -> None:
+    def leave(self) -> None:
         """Leave the groups as they are until the next attempt, if ranks train alone until then."""
         self._is_apart = self._arrival is not None
 
@@ -118,10 +118,10 @@ class Membership:
 
     def newer(self) -> Generation | None:
         """Return the newest generation if this process has not joined it yet."""
-        found = Generation.read(self._folder)
+        generation = Generation.read(self._folder)
         # A new process waits until there is one that it belongs to: it was started before that was agreed on.
-        is_early = found is not None and JOINS in os.environ and os.getpid() not in found.ranks
-        return found if found is not None and found.number > self.number and not is_early else None
+        is_early = generation is not None and JOINS in os.environ and os.getpid() not in generation.ranks
+        return generation if generation is not None and generation.number > self.number and not is_early else None
 
     def await_newer(self, limit_s: float | None = None) -> Generation | None:
         """Wait for a generation that this process has not joined, at most ``limit_s``; by default some seconds."""
@@ -141,13 +141,13 @@ class Membership:
         # A survivor may wait for another one, which has left; and on a device no call fails by itself.
         while not self._ends.wait(_PERIOD_S):
             if not self._is_apart:
-                self._look()
+                self._check_newer()
 
-    def _look(self) -> None:
-        found = self.newer()
+    def _check_newer(self) -> None:
+        generation = self.newer()
         with self._lock:
-            if found is not None and found.number > self._cut:
-                self._cut = found.number
+            if generation is not None and generation.number > self._cut:
+                self._cut = generation.number
                 interrupt_groups()
 
     def rejoin(self, limit_s: float = BARRIER_TIMEOUT_S) -> Generation:
@@ -163,55 +163,55 @@ class Membership:
         deadline = math.inf if JOINS in os.environ else time.monotonic() + limit_s
         while True:
             # The others may build, evaluate or save for long. If the launcher is killed, the kernel kills this process.
-            while (found := self.await_newer(min(deadline - time.monotonic(), _REPORT_S))) is None:
+            while (newest := self.await_newer(min(deadline - time.monotonic(), _REPORT_S))) is None:
                 if not self._folder.is_dir():
                     raise CollectiveError("The job has ended in which this process waited for its place.")
                 if time.monotonic() >= deadline:
                     raise CollectiveError("No other rank took the place of the lost one in time.")
                 activity.log(f"rank {rank_files.own_name()} still waits for the other ranks to go on with it")
-            is_member = os.getpid() in found.ranks
-            if not (is_member or os.getpid() in found.waiting or JOINS in os.environ):
-                raise Replaced(f"Process {os.getpid()} was replaced: generation {found.number} goes on without it.")
+            is_member = os.getpid() in newest.ranks
+            if not (is_member or os.getpid() in newest.waiting or JOINS in os.environ):
+                raise Replaced(f"Process {os.getpid()} was replaced: generation {newest.number} goes on without it.")
             with self._lock:
-                self._cut = self.number = found.number
+                self._cut = self.number = newest.number
                 interrupt_groups()
-            self._announce(found.number)
+            self._announce(newest.number)
             deadline = time.monotonic() + limit_s if is_member else math.inf
             if is_member:
                 destroy_default_group(abort=True, at_exit=False, is_cut=True)
                 restart_group_names()
                 with activity.waiting(activity.REJOIN), suppress(_Superseded):
-                    self._enter(found, deadline)
-                    return found
+                    self._enter(newest, deadline)
+                    return newest
 
-    def _enter(self, found: Generation, deadline: float) -> None:
+    def _enter(self, newest: Generation, deadline: float) -> None:
         """Meet the other processes of a generation, and create the default group with them."""
         world = self._world
         assert world.owned is not None, "made by `init`"
         met, undo = world.owned
-        numbers, number, num_waiting = sorted(found.ranks.values()), found.ranks[os.getpid()], len(found.waiting)
-        first = numbers[0] if found.num_nodes > 1 else 0
+        numbers, number, num_waiting = sorted(newest.ranks.values()), newest.ranks[os.getpid()], len(newest.waiting)
+        first = numbers[0] if newest.num_nodes > 1 else 0
         env = replace(
             RankEnv.from_environ(os.environ),
             rank=number,
-            world_size=found.world_size,
+            world_size=newest.world_size,
             local_rank=number - first,
             local_world_size=len(numbers) + num_waiting,
-            node_rank=found.node_rank,
+            node_rank=newest.node_rank,
         )
         _take_number(env)
         # In the group, the ranks after one that waits have lower numbers.
         place, size = numbers.index(number), env.world_size - num_waiting
         env = replace(env, rank=first + place, world_size=size, local_rank=place, local_world_size=len(numbers))
-        prefix = f"lockstep/generation/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{found.number}"
+        prefix = f"lockstep/generation/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{newest.number}"
         base = met.store
-        if found.store is not None:
+        if newest.store is not None:
             # A store for this start of the job, which some of its machines may have joined later.
-            prefix, base = f"lockstep/generation/{found.number}", open_store(found.store, _CONNECT_S)
-            env = replace(env, master_addr=found.store[0])
+            prefix, base = f"lockstep/generation/{newest.number}", open_store(newest.store, _CONNECT_S)
+            env = replace(env, master_addr=newest.store[0])
         store = dist.PrefixStore(prefix, base)
         store.set(f"here/{env.rank}", "")
-        keys = [f"here/{other}" for other in range(env.world_size)]
+        keys = [f"here/{rank}" for rank in range(env.world_size)]
 
         def have_all_come() -> bool:
             if self.newer() is not None:
@@ -220,13 +220,13 @@ class Membership:
 
         pause_s = poll_interval_s(env.world_size)
         if not poll_until(have_all_come, deadline - time.monotonic(), min(pause_s, _PERIOD_S)):
-            raise CollectiveError(f"Rank {env.rank} waited too long for the other ranks of generation {found.number}.")
+            raise CollectiveError(f"Rank {env.rank} waited too long for the other ranks of generation {newest.number}.")
         base.set_timeout(timedelta(seconds=_CONNECT_S))
         try:
             undo.close()
             with ExitStack() as stack:
-                where = env, store, world.wanted_backend, world.device
-                group = form_group(*where, _CONNECT_S, stack, lambda: self.newer() is not None)
+                arguments = env, store, world.wanted_backend, world.device
+                group = form_group(*arguments, _CONNECT_S, stack, lambda: self.newer() is not None)
                 if self.newer() is not None:  # `interrupt_groups` was called when it could not find this group yet
                     raise _Superseded
                 undone = stack.pop_all()

@@ -94,7 +94,7 @@ class HierarchicalProcessGroup(CpuProcessGroup):
     # --- collectives ------------------------------------------------------------------------------------------------
 
     @override
-    def _dispatch(self, call: str, data: list[Any], opts: Any, **more: Any) -> Any:
+    def _dispatch(self, call: str, data: list[Any], opts: Any, **settings: Any) -> Any:
         stages = _STAGES.get(NEW_NAMES.get(call, call))
         # Of several tensors, these two make one, which Gloo does, too.
         is_one = call not in ("allreduce", "broadcast") or len(data[0]) == 1
@@ -116,13 +116,13 @@ class HierarchicalProcessGroup(CpuProcessGroup):
             raise  # an error on this machine, which its other ranks know
         except Exception as error:  # usually Gloo's, which names a socket but no rank
             peers = ", ".join(str(ranks[self._place]) for ranks in self._machines)
-            found = CollectiveError(
+            failure = CollectiveError(
                 f"Rank {self.rank()} in {call} between machines, with ranks {peers} of the group: "
                 f"{gloo_cause(error)}\n"
                 "A rank on another machine ended, or did not take part in time, or the network failed."
             )
-            self.inside.comm.give_up(found)  # otherwise the other ranks of this machine would wait for this one
-            raise found from error
+            self.inside.comm.give_up(failure)  # otherwise the other ranks of this machine would wait for this one
+            raise failure from error
 
     def _all_reduce(self, tensor: Tensor, opts: Any) -> None:
         flat, count = tensor.view(-1), self.inside.size()
@@ -132,19 +132,19 @@ class HierarchicalProcessGroup(CpuProcessGroup):
         size = flat.numel() // count
         # The last carrier's slice includes the remainder.
         is_last = self._place == count - 1
-        mine = flat[self._place * size : None if is_last else (self._place + 1) * size]
-        if mine.numel():
-            wait_for_call(self._gloo.allreduce([mine], options))
+        own_slice = flat[self._place * size : None if is_last else (self._place + 1) * size]
+        if own_slice.numel():
+            wait_for_call(self._gloo.allreduce([own_slice], options))
         if size:
             options = _in_this_thread(_AllgatherOptions())
-            self._inside_ops.all_gather_single(flat[: count * size], mine[:size], options).wait()
+            self._inside_ops.all_gather_single(flat[: count * size], own_slice[:size], options).wait()
         if flat[count * size :].numel():
             self._broadcast_inside(flat[count * size :], count - 1)
 
     def _all_reduce_coalesced(self, tensors: Sequence[Tensor], opts: Any) -> None:
-        whole = torch.cat([tensor.view(-1) for tensor in tensors])  # the same memory may be in the list twice
-        self._all_reduce(whole, opts)
-        for tensor, part in zip(tensors, whole.split([tensor.numel() for tensor in tensors]), strict=True):
+        flat = torch.cat([tensor.view(-1) for tensor in tensors])  # the same memory may be in the list twice
+        self._all_reduce(flat, opts)
+        for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(part.view_as(tensor))
 
     def _broadcast_inside(self, tensor: Tensor, place: int) -> None:
@@ -166,11 +166,11 @@ class HierarchicalProcessGroup(CpuProcessGroup):
 
     def _all_gather(self, output: Tensor, tensor: Tensor, opts: Any) -> None:
         parts = output.view(self.size(), tensor.numel())
-        own = [parts[ranks[self._place]] for ranks in self._machines]
-        own[self._machine].copy_(tensor.view(-1))
-        self._exchange([own[self._machine]] * len(own), own)
+        own_parts = [parts[ranks[self._place]] for ranks in self._machines]
+        own_parts[self._machine].copy_(tensor.view(-1))
+        self._exchange([own_parts[self._machine]] * len(own_parts), own_parts)
         rows = [[parts[rank] for rank in ranks] for ranks in zip(*self._machines, strict=True)]
-        self._inside_ops.allgather_coalesced(rows, own, _in_this_thread(_AllgatherOptions())).wait()
+        self._inside_ops.allgather_coalesced(rows, own_parts, _in_this_thread(_AllgatherOptions())).wait()
 
     def _reduce_scatter(self, output: Tensor, tensor: Tensor, opts: Any) -> None:
         flat = tensor.view(-1)
@@ -243,10 +243,10 @@ _AllgatherOptions = dist.distributed_c10d.AllgatherOptions
 def _can_stage(data: Sequence[Any], opts: Any) -> bool:
     """Return whether all tensors can be cut into flat slices and reduced in two stages; equal on every rank."""
     op = operation_of(opts) if hasattr(opts, "reduceOp") or isinstance(opts, dist.ReduceOp) else dist.ReduceOp.SUM
-    tensors = [each for arg in data for each in _as_list(arg)]
+    tensors = [tensor for arg in data for tensor in _as_list(arg)]
     return op in _STAGED_OPS and all(
-        each.is_cpu and each.layout is torch.strided and each.is_contiguous() and each.dtype in NUMBERS
-        for each in tensors
+        tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous() and tensor.dtype in NUMBERS
+        for tensor in tensors
     )
 
 
@@ -283,7 +283,7 @@ def start_exchange(
     """
 
     def start(transfer: Callable[..., dist.Work], tensors: Tensors) -> list[tuple[int, dist.Work]]:
-        return [(peer, transfer([each], peer, tag)) for peer, each in tensors.items() if peer != rank and each.numel()]
+        return [(peer, transfer([part], peer, tag)) for peer, part in tensors.items() if peer != rank and part.numel()]
 
     return start(group.recv, received) + start(group.send, sent)
 
@@ -310,7 +310,7 @@ def find_machines(store: dist.Store, rank: int, size: int) -> list[list[int]]:
     """Return the ranks by machine, in ascending order. Collective: every rank. Blocks until all have called it."""
     store.set(f"machine/{rank}", machine_id())
     if rank == 0:
-        by_id = grouped(range(size), lambda other: store.get(f"machine/{other}"))
+        by_id = grouped(range(size), lambda member: store.get(f"machine/{member}"))
         store.set("machines", json.dumps(list(by_id.values())))
     machines: list[list[int]] = json.loads(store.get("machines"))
     return machines

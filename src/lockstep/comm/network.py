@@ -43,15 +43,15 @@ def gloo_interface(master_addr: str | None, *, one_machine: bool) -> str | None:
     """
     if one_machine or master_addr is None:
         return "lo"
-    ours = reachable_address(master_addr)
-    interfaces = psutil.net_if_addrs().items() if ours else ()
-    return next((name for name, found in interfaces if any(_plain(each.address) == ours for each in found)), None)
+    address = reachable_address(master_addr)
+    nics = psutil.net_if_addrs().items() if address else ()
+    return next((name for name, entries in nics if any(_plain(entry.address) == address for entry in entries)), None)
 
 
 def reachable_address(master_addr: str) -> str | None:
     """Return the address at which others reach this machine, or ``None`` if its name resolves to one already."""
-    ours = _own_address(socket.gethostname())
-    if ours is not None and not is_loopback(ours):
+    host_address = _own_address(socket.gethostname())
+    if host_address is not None and not is_loopback(host_address):
         return None
     with suppress(OSError):
         family, _, _, _, address = socket.getaddrinfo(master_addr.strip("[]"), 9, type=socket.SOCK_DGRAM)[0]
@@ -114,10 +114,10 @@ def set_keepalive() -> None:
     limit_s = float(os.environ.get(LINK_TIMEOUT, _LINK_TIMEOUT_S))
     if limit_s <= 0:
         return
-    for found, peer, ours in _open_connections():
-        if peer != ours and not is_loopback(peer):
+    for connection, peer_address, local_address in _open_connections():
+        if peer_address != local_address and not is_loopback(peer_address):
             with suppress(OSError):
-                _keep_alive(found, limit_s)
+                _keep_alive(connection, limit_s)
 
 
 def open_sockets() -> Iterator[socket.socket]:
@@ -127,24 +127,24 @@ def open_sockets() -> Iterator[socket.socket]:
         with suppress(OSError):  # closed in the meantime
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 # A duplicate: closing it does not close the connection, and socket options apply to the connection.
-                with socket.socket(fileno=os.dup(int(name))) as found:
-                    if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
-                        yield found
+                with socket.socket(fileno=os.dup(int(name))) as connection:
+                    if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
+                        yield connection
 
 
 def _open_connections() -> Iterator[tuple[socket.socket, str, str]]:
     """Yield this process's TCP connections, with the addresses of the other end and of this one."""
-    for found in open_sockets():
+    for connection in open_sockets():
         with suppress(OSError):  # not connected
-            yield found, found.getpeername()[0], found.getsockname()[0]
+            yield connection, connection.getpeername()[0], connection.getsockname()[0]
 
 
 def _keep_alive(connection: socket.socket, limit_s: float) -> None:
-    every = max(1, min(_MAX_PROBE_S, int(limit_s / 4)))
+    interval_s = max(1, min(_MAX_PROBE_S, int(limit_s / 4)))
     # The kernel counts from the last data received, which may be an answer from before the outage, and may end the
     # connection before it sends the next probe. So the limit leaves room for two probes after the link is up again.
     retransmit_s = max(_RETRANSMIT_S, limit_s / 10)
-    give_up_s = limit_s + max(2 * every, retransmit_s) + 1
+    give_up_s = limit_s + max(2 * interval_s, retransmit_s) + 1
     try:
         # If the outage also removes the route, the kernel retries 15 times, whatever the limit: these retries have to
         # last as long as the limit.
@@ -154,8 +154,8 @@ def _keep_alive(connection: socket.socket, limit_s: float) -> None:
         # the outage was long.
         give_up_s = max(give_up_s, 2 * limit_s + 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, every)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, interval_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval_s)
     # For data that is not acknowledged, which the kernel would resend for a quarter of an hour; and for the probes.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(give_up_s * 1000))
 
@@ -182,8 +182,8 @@ _LISTENS = socket.SOL_SOCKET, socket.SO_ACCEPTCONN
 
 def listening() -> set[tuple[str, int]]:
     """Return where this process listens; not at all addresses of the machine, which Gloo never does."""
-    found = {_end(each.getsockname()) for each in open_sockets() if each.getsockopt(*_LISTENS)}
-    return {each for each in found if each[0] not in ("0.0.0.0", "::")}
+    addresses = {_end(connection.getsockname()) for connection in open_sockets() if connection.getsockopt(*_LISTENS)}
+    return {address for address in addresses if address[0] not in ("0.0.0.0", "::")}
 
 
 def note_links(before: set[tuple[str, int]], store: Any, rank: int, size: int) -> None:
@@ -198,8 +198,8 @@ def note_links(before: set[tuple[str, int]], store: Any, rank: int, size: int) -
     global _cut_at_s
     _cut_at_s = math.inf
     store.set(str(rank), json.dumps([*(listening() - before)]))
-    for found in store.multi_get([*map(str, range(size))]):
-        _links.update(map(_end, json.loads(found)))
+    for addresses in store.multi_get([*map(str, range(size))]):
+        _links.update(map(_end, json.loads(addresses)))
 
 
 def _end(address: Sequence[Any]) -> tuple[str, int]:
@@ -213,10 +213,10 @@ def cut_links() -> None:
     """
     global _cut_at_s
     links, _cut_at_s = set(_links), min(_cut_at_s, time.monotonic())
-    for each in open_sockets():
+    for connection in open_sockets():
         with suppress(OSError):  # the other end is gone; or it listens, and to shut that down would abort the process
-            if links & {_end(each.getpeername()), _end(each.getsockname())}:
-                each.shutdown(socket.SHUT_RDWR)
+            if links & {_end(connection.getpeername()), _end(connection.getsockname())}:
+                connection.shutdown(socket.SHUT_RDWR)
     _links.difference_update(links)
 
 
@@ -269,12 +269,12 @@ def sent_to(*, loopback: bool = False) -> dict[str, Sent]:
     Args:
         loopback: Whether connections within this machine count, too.
     """
-    found: dict[str, Sent] = {}
-    for connection, peer, ours in _open_connections():
-        if loopback or (peer != ours and not is_loopback(peer)):
+    sent: dict[str, Sent] = {}
+    for connection, peer, local in _open_connections():
+        if loopback or (peer != local and not is_loopback(peer)):
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 512)
             if len(info) >= _INFO_BYTES:
                 (acked,), (busy_us,) = struct.unpack_from("=Q", info, _ACKED), struct.unpack_from("=Q", info, _BUSY)
-                before = found.get(peer, Sent(0, 0.0))
-                found[peer] = Sent(before.num_bytes + acked, before.busy_s + busy_us / 1e6)
-    return found
+                before = sent.get(peer, Sent(0, 0.0))
+                sent[peer] = Sent(before.num_bytes + acked, before.busy_s + busy_us / 1e6)
+    return sent

@@ -39,8 +39,8 @@ def make_forks_safe() -> None:
 def wait_for_sleep(limit_s: float = _LIMIT_S) -> bool:
     """Block until all other threads of this process sleep, for about ``limit_s`` at most; return whether they do."""
     deadline = time.monotonic() + limit_s
-    own = str(threading.get_native_id())
-    while any(_thread_state(task) != "S" for task in os.listdir(_TASKS) if task != own):
+    own_task = str(threading.get_native_id())
+    while any(_thread_state(task) != "S" for task in os.listdir(_TASKS) if task != own_task):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.001)  # also releases the interpreter lock, which some of them may wait for

@@ -100,8 +100,8 @@ def _host(env: RankEnv, address: Address, timeout_s: float) -> Store:
             "Set MASTER_PORT to a free port above 1023, the same on every rank; `lockstep run` finds one by itself."
         ) from None
     # If the address is forwarded, the server's own machine may not reach the server at that address.
-    here = listener.getsockname()[0] if loopback else "localhost"
-    store = serve_store(listener, here, timeout_s, one_user=loopback or one_machine)
+    host = listener.getsockname()[0] if loopback else "localhost"
+    store = serve_store(listener, host, timeout_s, one_user=loopback or one_machine)
     _hosted[address] = store
     return store
 
@@ -200,9 +200,9 @@ def meeting_place(host: str | None, port: int, rank: int, world_size: int) -> tu
 def meet(rendezvous: Callable[..., Any], url: str, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Any:
     """Call torch's ``rendezvous`` for a process group, at the `meeting_place`."""
     parts, env = urlsplit(url), os.environ
-    known = env | {name.upper(): value for name, value in parse_qsl(parts.query)}
-    given = {"RANK": rank, "WORLD_SIZE": world_size}
-    numbers = [int(known.get(name, -1)) if value < 0 else value for name, value in given.items()]
+    settings = env | {name.upper(): value for name, value in parse_qsl(parts.query)}
+    arguments = {"RANK": rank, "WORLD_SIZE": world_size}
+    numbers = [int(settings.get(name, -1)) if value < 0 else value for name, value in arguments.items()]
     meeting_place(parts.hostname or env.get("MASTER_ADDR"), parts.port or int(env.get("MASTER_PORT", 0)), *numbers)
     if parts.scheme == "tcp" and env.get(AGENT_STORE) == "True":
         url = f"env://?{parts.query}"
@@ -293,9 +293,9 @@ def _sign_in(store: Store, me: Participant, objection: str | None) -> LockstepEr
     # A surplus process is counted, too: the host waits until as many have read the verdict as have arrived.
     store.add("arrived", 1)
     if present != signature:
-        other = Participant(*json.loads(present))
+        rival = Participant(*json.loads(present))
         return WorldSizeMismatch(
-            f"Two processes have the rank {me.rank}: pid {other.pid} on host {other.host} and "
+            f"Two processes have the rank {me.rank}: pid {rival.pid} on host {rival.host} and "
             f"pid {me.pid} on host {me.host}.\n"
             f"Give each process a RANK of its own, from 0 to {me.world_size - 1}; if one belongs to another job, give "
             "this job another MASTER_PORT. `lockstep run` does both."
@@ -303,18 +303,18 @@ def _sign_in(store: Store, me: Participant, objection: str | None) -> LockstepEr
     # Compared with the first rank that signed in, not with rank zero, which may be missing.
     first = Participant(*json.loads(store.compare_set("first", "", signature)))
     pairs = {"WORLD_SIZE": (me.world_size, first.world_size), "backend": (me.backend, first.backend)}
-    for name, (mine, theirs) in pairs.items():
-        if mine and theirs and mine != theirs:  # without a device there is no backend
+    for name, (own_value, first_value) in pairs.items():
+        if own_value and first_value and own_value != first_value:  # without a device there is no backend
             return ConfigurationError(
-                f"The ranks disagree about {name}: {mine} for {me}, {theirs} for {first}.\n"
+                f"The ranks disagree about {name}: {own_value} for {me}, {first_value} for {first}.\n"
                 f"Start every rank with the same {name}."
             )
     return None if objection is None else ConfigurationError(f"R{str(me)[1:]} cannot take part: {objection}")
 
 
 def _describe_missing(store: Store, me: Participant, timeout_s: float) -> str:
-    found = read_present(store, [f"rank/{rank}" for rank in range(me.world_size)], set())
-    came = [Participant(*json.loads(text)) for text in found.values()]
+    present = read_present(store, [f"rank/{rank}" for rank in range(me.world_size)], set())
+    came = [Participant(*json.loads(text)) for text in present.values()]
     missing = sorted(set(range(me.world_size)) - {participant.rank for participant in came})
     return (
         f"{len(came)} of {me.world_size} ranks came within {timeout_s:g} s; missing: {format_ranks(missing)}.\n"

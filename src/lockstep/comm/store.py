@@ -41,19 +41,19 @@ def start_store_server(address: str, timeout_s: float) -> tuple[Store, int]:
     """
     try:
         ipaddress.ip_address(address.partition("%")[0])
-        listener, here = listen(address, 0), address
+        listener, host = listen(address, 0), address
     except (ValueError, OSError):  # a name, or an address that is not this machine's, such as a forwarded one
-        listener, here = listen("", 0), "localhost"
+        listener, host = listen("", 0), "localhost"
     port: int = listener.getsockname()[1]
-    return serve_store(listener, here, timeout_s, one_user=is_loopback(address)), port
+    return serve_store(listener, host, timeout_s, one_user=is_loopback(address)), port
 
 
-def serve_store(listener: socket.socket, here: str, timeout_s: float, *, one_user: bool) -> Store:
-    """Serve a store at ``listener`` from now on; return a connection to it, at the address ``here``.
+def serve_store(listener: socket.socket, host: str, timeout_s: float, *, one_user: bool) -> Store:
+    """Serve a store at ``listener`` from now on; return a connection to it, at the address ``host``.
 
     Args:
         listener: The listening socket, which the store takes over.
-        here: The address at which this process reaches it.
+        host: The address at which this process reaches it.
         timeout_s: How long operations of this process may wait.
         one_user: Whether all clients run on this machine as this user: then other users are refused.
     """
@@ -62,17 +62,17 @@ def serve_store(listener: socket.socket, here: str, timeout_s: float, *, one_use
     if one_user:
         server = StoreServer(listener)
         with suppress(DistError):  # a later c10d may speak another protocol
-            store = open_store((here, port), timeout_s)
+            store = open_store((host, port), timeout_s)
             if store.add("lockstep/hosted", 1) == 1 and store.get("lockstep/hosted") == b"1":
                 weakref.finalize(store, server.close)
                 return store
         server.close()
         server.thread.join()
-        listener = listen(here, port)
+        listener = listen(host, port)
     # A socket that is already bound: errors are then Python's own, and a local job is not open to the network.
     limit, descriptor = timedelta(seconds=timeout_s), listener.detach()
-    how: dict[str, Any] = {"wait_for_workers": False, "master_listen_fd": descriptor, "use_libuv": USE_LIBUV}
-    return TCPStore(here, port, None, True, limit, **how)
+    options: dict[str, Any] = {"wait_for_workers": False, "master_listen_fd": descriptor, "use_libuv": USE_LIBUV}
+    return TCPStore(host, port, None, True, limit, **options)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -152,9 +152,9 @@ class StoreServer:
         """End the server and close the clients' connections."""
         self._is_closed = True
         # Without the lock: the garbage collector may call this in a thread that holds the lock.
-        for each in (self._listener, *list(self._clients)):
+        for endpoint in (self._listener, *list(self._clients)):
             with suppress(OSError):  # gone already
-                each.shutdown(socket.SHUT_RDWR)  # wakes threads that wait on it; close() would not
+                endpoint.shutdown(socket.SHUT_RDWR)  # wakes threads that wait on it; close() would not
 
     def _accept(self) -> None:
         with self._listener:
@@ -282,19 +282,19 @@ def _name_in_proc(host: str, port: int) -> str:
 # --- Status notes of ranks and machines
 
 
-def read_present(store: Store, keys: Sequence[str], known: set[str]) -> dict[str, bytes]:
+def read_present(store: Store, keys: Sequence[str], known_keys: set[str]) -> dict[str, bytes]:
     """Return the values of those ``keys`` that exist, in their order. Takes two requests if all of them exist.
 
     Args:
         store: The store to read.
-        keys: Each is checked until it was found once; keys are never deleted.
-        known: The keys found before; keys found now are added.
+        keys: Each is checked until it has existed once; keys are never deleted.
+        known_keys: The keys that existed before; those that exist now are added.
     """
-    new = [key for key in keys if key not in known]
+    new = [key for key in keys if key not in known_keys]
     if new:
-        known.update(_present(store, new))
-    there = [key for key in keys if key in known]
-    return dict(zip(there, store.multi_get(there), strict=True)) if there else {}
+        known_keys.update(_present(store, new))
+    present = [key for key in keys if key in known_keys]
+    return dict(zip(present, store.multi_get(present), strict=True)) if present else {}
 
 
 def _present(store: Store, keys: Sequence[str]) -> list[str]:
@@ -368,7 +368,7 @@ class StatusKeys:
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         self._rank = rank
-        self._others = [str(each) for each in range(num_ranks) if each != rank] if num_ranks > 1 else []
+        self._others = [str(other) for other in range(num_ranks) if other != rank] if num_ranks > 1 else []
         # A rank alone also creates an object, so that callers need no branch, but it uses no store.
         if self._others:
             store = default_store()
@@ -420,8 +420,8 @@ class InterNodeStore:
     def is_host(self) -> bool:
         """Return whether the store runs in this process and ends with it."""
         # Reads this process's sockets only: /proc/net/tcp lists those of the whole machine, a thousand on the host.
-        listening = (each for each in open_sockets() if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-        return any(each.getsockname()[1] == self._address[1] for each in listening)
+        listening = (sock for sock in open_sockets() if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+        return any(sock.getsockname()[1] == self._address[1] for sock in listening)
 
     def post(self, topic: str, note: Any) -> bool:
         """Replace this machine's note on ``topic`` by ``note``, a JSON value; return whether it was stored."""
@@ -447,9 +447,9 @@ class InterNodeStore:
 
     def count(self, topic: str, amount: int = 0) -> int:
         """Add to the count that all machines share on ``topic``, and return it; 0 if the store does not answer."""
-        found = [0]
-        self._notes.use(lambda store: found.append(store.add(topic, amount)))
-        return found[-1]
+        counts = [0]
+        self._notes.use(lambda store: counts.append(store.add(topic, amount)))
+        return counts[-1]
 
     def least(self, topic: str, order: Callable[[Any], Any], note: Any = None) -> Any:
         """Return the least note of all machines, including this one, on ``topic``; ``None`` if there is none.
@@ -459,18 +459,18 @@ class InterNodeStore:
             order: The sort key. Of two equal notes, the first one stays.
             note: A JSON value. ``None`` only reads.
         """
-        found = [None]
+        notes = [None]
 
         def offer(store: Store) -> None:
-            mine = "" if note is None else json.dumps(note)
-            text = store.compare_set(topic, "", mine).decode()
+            own_text = "" if note is None else json.dumps(note)
+            text = store.compare_set(topic, "", own_text).decode()
             with suppress(ValueError, TypeError, LookupError):  # other processes may have written anything there
-                while note is not None and text != mine and order(note) < order(json.loads(text)):
-                    text = store.compare_set(topic, text, mine).decode()
-                found.append(json.loads(text or "null"))
+                while note is not None and text != own_text and order(note) < order(json.loads(text)):
+                    text = store.compare_set(topic, text, own_text).decode()
+                notes.append(json.loads(text or "null"))
 
         self._notes.use(offer)
-        return found[-1]
+        return notes[-1]
 
 
 def open_store(address: tuple[str, int], limit_s: float = _CONNECT_S) -> Store:

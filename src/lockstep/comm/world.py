@@ -51,8 +51,8 @@ def choose_device(env: RankEnv, wanted: str | torch.device | None) -> torch.devi
         ) from None
     if device.type == "cpu":
         return device
-    found, count = default_device(), torch.accelerator.device_count()
-    if found.type != device.type:
+    default, count = default_device(), torch.accelerator.device_count()
+    if default.type != device.type:
         raise ConfigurationError(
             f"device={str(wanted)!r} was requested, but this machine has no usable {device.type.upper()} device.\n"
             f"Pass device='cpu', or check the driver, and that torch {torch.__version__} was built for it or that the "
@@ -62,9 +62,9 @@ def choose_device(env: RankEnv, wanted: str | torch.device | None) -> torch.devi
     sees_its_own = count == 1 and env.launcher not in (Launcher.NONE, Launcher.TORCHRUN)
     index = device.index if device.index is not None else 0 if sees_its_own else env.local_rank
     if index >= count:
-        who = f"Local rank {env.local_rank}" if device.index is None else f"device={str(wanted)!r}"
+        owner = f"Local rank {env.local_rank}" if device.index is None else f"device={str(wanted)!r}"
         raise ConfigurationError(
-            f"{who} has no device of its own: this process sees {count} ({found}:0 to {found}:{count - 1}).\n"
+            f"{owner} has no device of its own: this process sees {count} ({default}:0 to {default}:{count - 1}).\n"
             f"Start at most {count} ranks on this machine, or pass device='cpu'."
         )
     device = torch.device(device.type, index)
@@ -405,9 +405,9 @@ class World:
             raise RankFailed(f"{leader.capitalize()} failed in its rank_zero_first() block: {outcome}")
         yield bool
 
-    def _count(self, what: str) -> int:
-        """Return how often this rank has done ``what``. Kept in the store, so that all worlds of a group share it."""
-        return self._store.add(f"{what}/of/{self.rank}", 1)
+    def _count(self, event: str) -> int:
+        """Return how often this rank has done ``event``; kept in the store, so that all worlds of a group share it."""
+        return self._store.add(f"{event}/of/{self.rank}", 1)
 
     def _wait_for_key(self, key: str, timeout_s: float, operation: str) -> bool:
         with activity.waiting(operation):
@@ -551,10 +551,10 @@ def seed(world: World, value: int) -> None:
         world: The world of this rank.
         value: From 0 to 2**32 - 1; the same on every rank.
     """
-    mine = value if world.rank == 0 else int(np.random.SeedSequence([value, world.rank]).generate_state(1)[0])
-    random.seed(mine)
-    np.random.seed(mine)
-    torch.manual_seed(mine)
+    rank_seed = value if world.rank == 0 else int(np.random.SeedSequence([value, world.rank]).generate_state(1)[0])
+    random.seed(rank_seed)
+    np.random.seed(rank_seed)
+    torch.manual_seed(rank_seed)
 
 
 def _on_its_machine(env: RankEnv, store: dist.Store) -> RankEnv:

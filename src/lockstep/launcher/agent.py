@@ -81,7 +81,7 @@ class Agent(LocalElasticAgent):
         with self._ending_at_once():
             handler = rendezvous_of(config, lambda: rank_files.is_stopped_by_signal(job.folder))
         # What torchrun's flags say about ranks, logs and NUMA bindings: the settings that both have in this torch.
-        common = {each.name: getattr(config, each.name) for each in fields(WorkerSpec) if hasattr(config, each.name)}
+        common = {item.name: getattr(config, item.name) for item in fields(WorkerSpec) if hasattr(config, item.name)}
         common |= {"local_world_size": config.nproc_per_node, "entrypoint": command[0], "args": command[1:]}
         spec = WorkerSpec(**common, rdzv_handler=handler)
         # How long ranks may take to end after a signal: an argument since torch 2.13.
@@ -111,16 +111,16 @@ class Agent(LocalElasticAgent):
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Run the rendezvous; repeat it if a machine is lost before it has written what the others need."""
         handler = worker_group.spec.rdzv_handler
-        found = None
+        lighthouse = None
         if (board := self._board) is not None:
             # Only the first machine knows how often the ranks were started, and it may be about to start them again.
             limit_s = stop_timeout_s() * (self.config.rdzv_configs.get("rank", 0) != 0)
             with self._ending_at_once():
                 poll_until(lambda: not has_begun(board) or running_job(board) is not None, limit_s, _POLL_S)
-            found = running_job(board)
+            lighthouse = running_job(board)
         # Machines that this one has left before they had come together also go on without it.
-        can_join = found is not None and (found.have_met or found.job == self._left)
-        self._joins = found if can_join else None
+        can_join = lighthouse is not None and (lighthouse.have_met or lighthouse.job == self._left)
+        self._joins = lighthouse if can_join else None
         self.num_restarts += 1
         if self._joins is not None:
             # The ranks begin alone, as on a single machine.
@@ -128,8 +128,8 @@ class Agent(LocalElasticAgent):
             super()._rendezvous(worker_group)
             worker_group.spec.rdzv_handler = handler
             return
-        if found is not None:
-            self.num_restarts = found.start  # the ranks of the first machine wait for those of this one
+        if lighthouse is not None:
+            self.num_restarts = lighthouse.start  # the ranks of the first machine wait for those of this one
         for attempt in range(_NUM_RENDEZVOUS_ATTEMPTS):
             try:
                 with self._ending_at_once():
@@ -146,7 +146,7 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start the ranks with the variables of torchrun, as `RankProcesses`."""
         spec = worker_group.spec
-        of_all = {
+        common_env = {
             "GROUP_RANK": worker_group.group_rank,
             "ROLE_NAME": spec.role,
             "LOCAL_WORLD_SIZE": spec.local_world_size,
@@ -164,23 +164,23 @@ class Agent(LocalElasticAgent):
             ),
         }
         if spec.rdzv_handler.use_agent_store:
-            of_all[LAUNCHER_STORE] = f"{worker_group.master_addr}:{worker_group.master_port}"
+            common_env[LAUNCHER_STORE] = f"{worker_group.master_addr}:{worker_group.master_port}"
         if self._joins is not None:
-            of_all[JOINS] = 1
+            common_env[JOINS] = 1
         envs: dict[int, dict[str, str]] = {}
         args = {}
         for worker in worker_group.workers:
             number = worker.local_rank
-            own = {"RANK": worker.global_rank, "WORLD_SIZE": worker.world_size}
-            own |= {"ROLE_RANK": worker.role_rank, "ROLE_WORLD_SIZE": worker.role_world_size}
-            envs[number] = {name: str(value) for name, value in (of_all | own).items()}
+            own_env = {"RANK": worker.global_rank, "WORLD_SIZE": worker.world_size}
+            own_env |= {"ROLE_RANK": worker.role_rank, "ROLE_WORLD_SIZE": worker.role_world_size}
+            envs[number] = {name: str(value) for name, value in (common_env | own_env).items()}
             args[number] = tuple(macros.substitute(list(spec.args), str(number)))  # torchrun's ${local_rank}
         torch_internals.prepare_elastic_ranks(self, envs)
         # elastic would install its own handlers at each start of the ranks, and never remove them.
         os.environ[_LEFT_TO_ELASTIC] = ""
         filters = spec.duplicate_stdout_filters, spec.duplicate_stderr_filters
-        where = spec.role, cast(str, spec.entrypoint), args, envs, cast(LogsSpecs, self.config.logs_specs), None
-        ranks = self._pcontext = RankProcesses(*where, spec.numa_options, *filters)
+        arguments = spec.role, cast(str, spec.entrypoint), args, envs, cast(LogsSpecs, self.config.logs_specs), None
+        ranks = self._pcontext = RankProcesses(*arguments, spec.numa_options, *filters)
         ranks.job, ranks.numa_options, ranks.spares = self.job, spec.numa_options, {}
         self.job.has_started = True
         ranks.start()

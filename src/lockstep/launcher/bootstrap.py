@@ -89,10 +89,10 @@ def main(argv: list[str]) -> None:
         if orders["has_pipes"]:
             redirect_output(run_dir)
         while streams:
-            number, kept = streams.pop()
+            number, saved = streams.pop()
             if not orders["has_pipes"]:
-                os.dup2(kept, number)
-            os.close(kept)
+                os.dup2(saved, number)
+            os.close(saved)
 
     activity.now.on_failure, activity.now.on_rank = on_failure, on_rank
 
@@ -356,18 +356,18 @@ def print_unless_recorded(kind: type[BaseException], error: BaseException, trace
 def own_frames_removed(trace: TracebackType | None) -> TracebackType | None:
     """Return ``trace`` from the user's first frame on; if there is none, from the first frame after the launcher's."""
     for hidden in (_LIBRARIES, _STARTERS):
-        theirs = trace
-        while theirs is not None and any(part in theirs.tb_frame.f_code.co_filename for part in hidden):
-            theirs = theirs.tb_next
-        if theirs is not None:
+        user_trace = trace
+        while user_trace is not None and any(part in user_trace.tb_frame.f_code.co_filename for part in hidden):
+            user_trace = user_trace.tb_next
+        if user_trace is not None:
             break
-    return theirs or trace
+    return user_trace or trace
 
 
 def user_line(frames: traceback.StackSummary) -> str:
     """Return file and line of the innermost frame that is neither an installed package, this one, nor Python itself."""
-    theirs = [frame for frame in frames if not any(part in frame.filename for part in _LIBRARIES)]
-    return f"{last[0].filename}:{last[0].lineno}" if (last := (theirs or list(frames))[-1:]) else ""
+    user_frames = [frame for frame in frames if not any(part in frame.filename for part in _LIBRARIES)]
+    return f"{last[0].filename}:{last[0].lineno}" if (last := (user_frames or list(frames))[-1:]) else ""
 
 
 def _exit_now(code: int) -> None:

@@ -133,23 +133,23 @@ def parse_arguments(args: Sequence[str]) -> argparse.Namespace:
         UsageError: The arguments are invalid.
     """
     parser = build_parser()
-    found = parser.parse_args(args)
-    behind = found.training_script_args
+    parsed = parser.parse_args(args)
+    behind = parsed.training_script_args
     # Some versions of argparse drop the "--" that marks all later arguments as the script's.
     is_kept = len(args) > len(behind) and args[len(args) - len(behind) - 1] == "--"
-    found.taken = set()
+    parsed.taken = set()
     while behind and not is_kept and (behind[0] in ("--devices", "--adopt") or behind[0].startswith("--devices=")):
         # REMAINDER took them; a second one is the script's own.
         takes_value = behind[0] == "--devices"
-        if found.adopt if behind[0] == "--adopt" else found.nproc_per_node is not None:
+        if parsed.adopt if behind[0] == "--adopt" else parsed.nproc_per_node is not None:
             break
         if takes_value and len(behind) < 2:
             parser.error("argument --devices: expected one argument")
-        found.taken.add(behind[0].partition("=")[0])
+        parsed.taken.add(behind[0].partition("=")[0])
         flags, behind = behind[: 1 + takes_value], behind[1 + takes_value :]
-        parser.parse_args([*flags, found.training_script], namespace=found)
-    found.training_script_args = behind
-    return found
+        parser.parse_args([*flags, parsed.training_script], namespace=parsed)
+    parsed.training_script_args = behind
+    return parsed
 
 
 def run(argv: Sequence[str]) -> None:
@@ -237,13 +237,13 @@ def _check_target(args: argparse.Namespace) -> str:
             f"--spares {args.spares} is not possible: it must be at least 1, and the program a Python script.\n"
             "Leave it out, or --no-python."
         )
-    given = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items()}
+    values = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items()}
     needs = dict.fromkeys(("--min-devices", "--spares", "--recover"), "--max-restarts N")
     needs |= dict.fromkeys(("--view", "--log-to"), "--monitor DIR")
     for flag, needed in needs.items():
-        other = needed.partition(" ")[0]
-        if given[flag] is not None and not given[other]:
-            raise ConfigurationError(f"{flag} needs {other}.\nAdd {needed}, or omit {flag}.")
+        required = needed.partition(" ")[0]
+        if values[flag] is not None and not values[required]:
+            raise ConfigurationError(f"{flag} needs {required}.\nAdd {needed}, or omit {flag}.")
     target = args.training_script
     mode = "command" if args.no_python else "module" if args.module else "script"
     if mode == "command" and shutil.which(target) is None:
@@ -284,12 +284,12 @@ def _notes_on_script_flags(args: argparse.Namespace) -> list[str]:
     if not (flags or args.taken) or not path.is_file():
         return []
     text, parser = path.read_text("latin-1").replace("-", "_"), build_parser()
-    own = [flag for flag in sorted(args.taken) if re.search(rf"""['"]{flag.replace("-", "_")}['"]""", text)]
-    taken = f"{path.name}, which has a flag of this name, is ours; the script gets it if ours is before SCRIPT"
+    shared_flags = [flag for flag in sorted(args.taken) if re.search(rf"""['"]{flag.replace("-", "_")}['"]""", text)]
+    explanation = f"{path.name}, which has a flag of this name, is ours; the script gets it if ours is before SCRIPT"
     near = {flag: parser.nearest(flag) for flag in flags if flag.strip("-").replace("-", "_") not in text}
     note = f"{path.name} is given {{}}; did you mean `lockstep run {{}} {path.name}`?"
-    return [f"{flag} after {taken}" for flag in own] + [
-        note.format(flag, ours) for flag, ours in near.items() if ours not in (None, flag)
+    return [f"{flag} after {explanation}" for flag in shared_flags] + [
+        note.format(flag, meant) for flag, meant in near.items() if meant not in (None, flag)
     ]
 
 
@@ -322,7 +322,7 @@ def _monitoring(args: argparse.Namespace) -> Iterator[None]:
         yield
     finally:
         is_recorded = any(path.stat().st_mtime >= began_s - 1.0 for path in folder.glob(RANK_FILES))
-        found = f"recorded in {folder}; read it with: lockstep report {folder}"
+        text = f"recorded in {folder}; read it with: lockstep report {folder}"
         none = f"nothing was recorded in {folder}: no rank ran forward and backward of a torch model that could be seen"
         if is_recorded or sys.exception() is None:  # else the failure is the cause, and is printed next
-            _print(args, found if is_recorded else none)
+            _print(args, text if is_recorded else none)

@@ -50,10 +50,10 @@ class RankExit:
     @property
     def place(self) -> str:
         """A sentence with the step, the line, the machine and the process."""
-        where = f"at {self.record.where}" if self.record.where else ""
+        line = f"at {self.record.where}" if self.record.where else ""
         process = f"PID {self.record.pid}" if self.record.pid else ""
         step = "" if self.is_normal else self.record.in_step  # then the headline has it
-        text = ", ".join(filter(None, (step, where, f"on {socket.gethostname()}", process)))
+        text = ", ".join(filter(None, (step, line, f"on {socket.gethostname()}", process)))
         is_known = self.is_normal or self.record.message
         return f"{text[0].upper()}{text[1:]}." if is_known else f"Last seen {text}."
 
@@ -85,11 +85,11 @@ def job_error(
     """
     first = first_failure(exits)
     text = "\n".join([headline(first, exits), first.place])
-    mine = NodeFailure(first.rank, _of_others(first) > 0, text, hang, first.is_normal)
-    cause = mine if store is None else find_cause(store, mine, num_nodes=num_nodes)
+    own_failure = NodeFailure(first.rank, _of_others(first) > 0, text, hang, first.is_normal)
+    cause = own_failure if store is None else find_cause(store, own_failure, num_nodes=num_nodes)
     if cause.hang:
         return JobHangs(cause.hang)
-    if cause == mine:
+    if cause == own_failure:
         return RankFailed(failure_report(exits, ranks, num_nodes=num_nodes, num_replaced=num_replaced), rank=first.rank)
     lines = rank_lines(exits, ranks)
     return RankFailed(f"{cause.text}\nThe report of that machine has more.\n\n{lines}", rank=cause.rank)
@@ -130,36 +130,36 @@ def rank_exits(
         if rank in failed:
             exits[rank] = replace(exits[rank], exit_code=code, was_stopped=was_stopped)
         elif rank not in ended or not was_stopped:  # else its interpreter was still on its way out
-            known = RankExit(rank, code, FailureRecord(time_ns=ended_ns, pid=pid), was_stopped=was_stopped)
-            exits[rank] = _with_signs(known, folder, resources)
+            exit = RankExit(rank, code, FailureRecord(time_ns=ended_ns, pid=pid), was_stopped=was_stopped)
+            exits[rank] = _with_signs(exit, folder, resources)
     short = [rank for rank, exit in exits.items() if says_out_of_memory(exit.record.message)]
     return list((exits | {rank: replace(exits[rank], facts=resources.of_each()) for rank in short}).values())
 
 
-def _with_signs(known: RankExit, folder: Path, resources: Resources) -> RankExit:
+def _with_signs(exit: RankExit, folder: Path, resources: Resources) -> RankExit:
     """Return how a rank without a recorded exception ended: it was killed, or is not a Python program."""
-    number = -known.exit_code if known.exit_code < 0 else known.exit_code - 128
+    number = -exit.exit_code if exit.exit_code < 0 else exit.exit_code - 128
     likely, facts, error_type = "", "", ""
     if number == signal.SIGKILL:
         likely = {True: "short of memory", False: "not short of memory", None: ""}[resources.was_short_of_memory()]
         facts = resources.of_each()
     elif number == signal.SIGBUS:
         facts = resources.of_shm()
-    heartbeat = read_object(rank_file(folder, HEARTBEAT, known.rank))
+    heartbeat = read_object(rank_file(folder, HEARTBEAT, exit.rank))
     # The step counter is current at the end; the heartbeat, with its phase, is up to half a second older.
-    step, num_steps = read_step_counter(folder, known.rank)
+    step, num_steps = read_step_counter(folder, exit.rank)
     phase = heartbeat.get("phase", "") if step == heartbeat.get("step") else ""
     file, line, _ = user_frame(heartbeat.get("frames", []))
     where = f"{file}:{line}" if os.path.isabs(file) else ""
-    crash = rank_file(folder, CRASH, known.rank)
+    crash = rank_file(folder, CRASH, exit.rank)
     text = crash.read_text(errors="replace") if crash.is_file() else ""
     trace = text and tidy_crash(text, own_folder=str(Path(__file__).parent))
     # NCCL's watchdog ends the process in a thread without Python, so faulthandler marks no thread as the current one.
     if number == signal.SIGABRT and heartbeat.get("uses_gpu") and trace and _CURRENT not in trace:
         likely, error_type, call = "NCCL", _NCCL_ABORT, heartbeat.get("recorded_call")
         facts = f"The collective in torch's record: {call}." if call else ""
-    record = replace(known.record, trace=trace, where=where, step=step, phase=phase, num_steps=num_steps)
-    return replace(known, record=replace(record, error_type=error_type), facts=facts, likely=likely)
+    record = replace(exit.record, trace=trace, where=where, step=step, phase=phase, num_steps=num_steps)
+    return replace(exit, record=replace(record, error_type=error_type), facts=facts, likely=likely)
 
 
 def tidy_crash(stack: str, *, own_folder: str) -> str:
@@ -235,22 +235,22 @@ class NodeFailure:
     is_normal: bool = False
 
 
-def find_cause(store: InterNodeStore, mine: NodeFailure, *, num_nodes: int) -> NodeFailure:
-    """Return how the job ended on the machine with the cause; ``mine`` if that is this one, or if it is unknown.
+def find_cause(store: InterNodeStore, own_failure: NodeFailure, *, num_nodes: int) -> NodeFailure:
+    """Return how the job ended on the machine with the cause; ``own_failure`` if that is this one, or if it is unknown.
 
     Blocks until all machines have posted, and if this one hosts the store, until all have read; some seconds at most.
     """
-    is_host, is_cause = store.is_host(), bool(mine.hang) or not mine.is_consequence
+    is_host, is_cause = store.is_host(), bool(own_failure.hang) or not own_failure.is_consequence
     if is_cause:
         # One shared note: with one per machine, every launcher would have to read all of them.
-        store.least("cause", _rank_of_cause, asdict(mine))
+        store.least("cause", _rank_of_cause, asdict(own_failure))
     store.count("ended", 1)
     poll_until(lambda: store.count("ended") >= num_nodes, _EXCHANGE_S, _POLL_S)
-    cause = None if is_cause and not mine.is_normal else store.least("cause", _rank_of_cause)
+    cause = None if is_cause and not own_failure.is_normal else store.least("cause", _rank_of_cause)
     store.count("read", 1)
     if is_host:  # the store ends with this process
         poll_until(lambda: store.count("read") >= num_nodes, _EXCHANGE_S, _POLL_S)
-    return mine if cause is None else NodeFailure(**cause)
+    return own_failure if cause is None else NodeFailure(**cause)
 
 
 def _rank_of_cause(note: Mapping[str, Any]) -> tuple[bool, bool, int]:
@@ -279,10 +279,10 @@ def failure_report(exits: list[RankExit], ranks: range, *, num_nodes: int = 1, n
     if _of_others(first) == 2:
         failed = {exit.rank for exit in exits if not exit.is_normal}
         finished = [rank for rank in ranks if rank not in failed]
-        where = [f"{format_ranks(finished)} finished while others waited"] if finished else []
-        where += ["look at the other machines"] if num_nodes > 1 else []
+        places = [f"{format_ranks(finished)} finished while others waited"] if finished else []
+        places += ["look at the other machines"] if num_nodes > 1 else []
         nowhere = "no rank of this job has reported an error of its own"
-        hint, elsewhere = "", f"This error only means that another rank ended: {', or '.join(where) or nowhere}."
+        hint, elsewhere = "", f"This error only means that another rank ended: {', or '.join(places) or nowhere}."
     lines = rank_lines(exits, [rank for rank in ranks if rank != first.rank])
     # A program that calls sys.exit has printed its own message.
     trace = "" if record.error_type == "SystemExit" else record.trace.rstrip()
@@ -293,12 +293,12 @@ def failure_report(exits: list[RankExit], ranks: range, *, num_nodes: int = 1, n
 
 def restart_report(first: RankExit, restart: str) -> str:
     """Return the traceback and the line of the first failed rank, printed before the ranks are started again."""
-    how = f"failed: {_in_a_line(first)}" if first.record.message else _in_a_line(first)
+    failure = f"failed: {_in_a_line(first)}" if first.record.message else _in_a_line(first)
     # Our loops count a step from 0 while it runs; other loops count the steps that are done.
     step = first.record.step if first.record.step is not None else first.record.num_steps or None
-    where = "" if step is None or first.is_normal else f" in step {step + 1}"
+    place = "" if step is None or first.is_normal else f" in step {step + 1}"
     trace = "" if first.record.error_type == "SystemExit" else first.record.trace.rstrip()
-    return "\n".join(filter(None, [trace, f"lockstep: rank {first.rank} {how}{where}; {restart}"]))
+    return "\n".join(filter(None, [trace, f"lockstep: rank {first.rank} {failure}{place}; {restart}"]))
 
 
 def how_it_ended(exit: RankExit) -> str:
@@ -321,9 +321,9 @@ def why_lost(exit: RankExit) -> str:
 
 def rank_lines(exits: list[RankExit], ranks: Iterable[int]) -> str:
     """Return a line for each of ``ranks``."""
-    known = {exit.rank: exit for exit in exits}
-    pids = {rank: f" (PID {exit.record.pid})" for rank, exit in known.items() if exit.record.pid}
-    lines = {rank: _in_a_line(known[rank]) if rank in known else "finished" for rank in ranks}
+    exit_of = {exit.rank: exit for exit in exits}
+    pids = {rank: f" (PID {exit.record.pid})" for rank, exit in exit_of.items() if exit.record.pid}
+    lines = {rank: _in_a_line(exit_of[rank]) if rank in exit_of else "finished" for rank in ranks}
     return "\n".join(f"rank {rank}{pids.get(rank, '')}: {line}" for rank, line in lines.items())
 
 
@@ -353,8 +353,8 @@ def headline(exit: RankExit, exits: Sequence[RankExit] = ()) -> str:
     name, code, record = f"Rank {exit.rank}", exit.exit_code, exit.record
     if exit.is_normal:
         missed = min((other for other in exits if not other.is_normal), key=_blame)
-        still = f"while rank {missed.rank} was still training ({missed.record.where})"
-        return f"{' '.join(filter(None, (name, 'ended normally', record.in_step, still)))}.\n{_LIKELY['normal']}"
+        during = f"while rank {missed.rank} was still training ({missed.record.where})"
+        return f"{' '.join(filter(None, (name, 'ended normally', record.in_step, during)))}.\n{_LIKELY['normal']}"
     if record.error_type == "SystemExit":
         status = f" with exit code {code}" * (code >= 0)  # it may have been killed on its way out
         return f"{name} left{status} ({record.message} at {record.where})."
@@ -381,12 +381,12 @@ def _in_a_line(exit: RankExit) -> str:
 
 def _first_line(message: str) -> str:
     """Return the first line of an error; if it ends in a colon, with the next line."""
-    first, _, rest = message.partition("\n")
-    return f"{first} {rest.splitlines()[0].strip()}" if first.endswith(":") and rest.strip() else first
+    first, _, tail = message.partition("\n")
+    return f"{first} {tail.splitlines()[0].strip()}" if first.endswith(":") and tail.strip() else first
 
 
 def _killed_by(number: int) -> str:
-    names = {int(each): f"{each.name} (signal {number})" for each in signal.Signals}
+    names = {int(member): f"{member.name} (signal {number})" for member in signal.Signals}
     return f"was killed by {names.get(number, f'signal {number}')}"
 
 
@@ -449,5 +449,5 @@ ERROR_HINTS = {tuple(marks.split(" | ")): f"{means}\n{advice}" for marks, means,
 
 def hint_for(error: str) -> str:
     """Return what the text of an error means and what to do, in two lines; empty if no hint matches."""
-    found = (hint for marks, hint in ERROR_HINTS.items() if any(mark in error for mark in marks))
-    return next((f"What that means: {hint}" for hint in found), "")
+    hints = (hint for marks, hint in ERROR_HINTS.items() if any(mark in error for mark in marks))
+    return next((f"What that means: {hint}" for hint in hints), "")

@@ -121,13 +121,13 @@ class ForkServer:
         libc, before = ctypes.CDLL(None), ctypes.c_int()
         with self._lock, suppress(OSError, ValueError):
             request = {"args": args, "parent": os.getpid(), "environ": dict(environ), "cwd": os.getcwd()}
-            reply, theirs = map(open, os.pipe(), "rw")
+            reply, sent = map(open, os.pipe(), "rw")
             libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
             libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
             try:
                 with reply:
-                    with theirs:
-                        socket.send_fds(self._connection, [json.dumps(request).encode()], [*files, theirs.fileno()])
+                    with sent:
+                        socket.send_fds(self._connection, [json.dumps(request).encode()], [*files, sent.fileno()])
                     # The reply has no number if the server, or its child, is gone.
                     return ForkedProcess(int(reply.read()))
             finally:
@@ -136,18 +136,18 @@ class ForkServer:
 
     def _has_read_others(self, environ: Mapping[str, str]) -> bool:
         """Return whether the server has read another value of a read-once variable; threads can be set again."""
-        theirs, ours = ({name: of[name] for name in of if _READ_ONCE.match(name)} for of in (self._environ, environ))
-        if "OMP_NUM_THREADS" in ours:
-            theirs["OMP_NUM_THREADS"] = ours["OMP_NUM_THREADS"]
-        return theirs != ours
+        old, new = ({name: of[name] for name in of if _READ_ONCE.match(name)} for of in (self._environ, environ))
+        if "OMP_NUM_THREADS" in new:
+            old["OMP_NUM_THREADS"] = new["OMP_NUM_THREADS"]
+        return old != new
 
     def restart_if_ended(self) -> None:
         """Start another server if this one was killed: without one, a new rank takes seconds to import torch."""
         if self._process.poll() is not None:
             log("the process that forks ranks has ended; another one is started")
             self._connection.close()
-            other = _interpreter()
-            self._connection, self._process, self._environ = other._connection, other._process, other._environ
+            server = _interpreter()
+            self._connection, self._process, self._environ = server._connection, server._process, server._environ
             self.preload(["torch.distributed", OPTIMIZER])
 
     def close(self) -> None:
@@ -226,11 +226,11 @@ def server_for(mode: str, target: str, num_ranks: int) -> Iterator[ForkServer | 
 
 def _interpreter() -> ForkServer:
     """Start a server that is a new interpreter."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
-        command = [sys.executable, "-u", __file__, str(theirs.fileno())]
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
-    return ForkServer(ours, process)
+    own_end, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with server_end:
+        command = [sys.executable, "-u", __file__, str(server_end.fileno())]
+        process = subprocess.Popen(command, pass_fds=[server_end.fileno()], start_new_session=True)
+    return ForkServer(own_end, process)
 
 
 def _can_fork() -> bool:
@@ -378,12 +378,12 @@ def fork_here(run: Callable[[Sequence[str]], NoReturn] = become) -> ForkServer:
     Args:
         run: Called in each forked process, with its arguments.
     """
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    own_end, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if (pid := os.fork()) == 0:
-        ours.close()
-        run(serve(theirs))
-    theirs.close()
-    server = ForkServer(ours, ForkedProcess(pid))
+        own_end.close()
+        run(serve(server_end))
+    server_end.close()
+    server = ForkServer(own_end, ForkedProcess(pid))
     atexit.register(server.close)
     return server
 

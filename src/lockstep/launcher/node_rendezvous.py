@@ -97,19 +97,19 @@ class RendezvousPerRestart(rendezvous.RendezvousHandler):
 
         Blocks until the other machines have come.
         """
-        found = rendezvous.RendezvousInfo(HashStore(), 0, 1, _LOCAL) if self._inner is None else self._meet(self._inner)
-        assert found.bootstrap_store_info is not None
-        host, store = found.bootstrap_store_info.master_addr, found.store
+        info = rendezvous.RendezvousInfo(HashStore(), 0, 1, _LOCAL) if self._inner is None else self._meet(self._inner)
+        assert info.bootstrap_store_info is not None
+        host, store = info.bootstrap_store_info.master_addr, info.store
         self._hosted = None  # the previous store, whose ranks have ended
-        store.set(f"lockstep/restarts/{found.rank}", str(self.num_restarts + 1))
-        if found.rank == 0:
+        store.set(f"lockstep/restarts/{info.rank}", str(self.num_restarts + 1))
+        if info.rank == 0:
             self._hosted, port = start_store_server(host, _STORE_TIMEOUT_S)
-            numbers = store.multi_get([f"lockstep/restarts/{rank}" for rank in range(found.world_size)])
+            numbers = store.multi_get([f"lockstep/restarts/{rank}" for rank in range(info.world_size)])
             store.set("lockstep/start", f"{port} {max(map(int, numbers))}")
         port, self.num_restarts = map(int, store.get("lockstep/start").split())
         self.store_address = host, port
         address = rendezvous.RendezvousStoreInfo(host, port)
-        return rendezvous.RendezvousInfo(store, found.rank, found.world_size, address)
+        return rendezvous.RendezvousInfo(store, info.rank, info.world_size, address)
 
     def _meet(self, inner: rendezvous.RendezvousHandler) -> rendezvous.RendezvousInfo:
         try:
@@ -183,9 +183,9 @@ def _address(config: LaunchConfig) -> tuple[str, int]:
 
 
 def _new_handler(config: LaunchConfig) -> rendezvous.RendezvousHandler:
-    where = config.rdzv_backend, config.rdzv_endpoint, config.run_id
+    location = config.rdzv_backend, config.rdzv_endpoint, config.run_id
     sizes = config.min_nodes, config.max_nodes, config.local_addr
-    return get_rendezvous_handler(rendezvous.RendezvousParameters(*where, *sizes, **config.rdzv_configs))
+    return get_rendezvous_handler(rendezvous.RendezvousParameters(*location, *sizes, **config.rdzv_configs))
 
 
 # The settings of the command line.

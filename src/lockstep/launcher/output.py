@@ -120,20 +120,20 @@ class LogDeduplicator:
     def due(self, now_s: float, *, final: bool = False) -> list[str]:
         """Return the lines that have waited long enough for the first rank; all of them at the end."""
         shown = []
-        for rank, held in self._held.items():
+        for rank, lines_held in self._held.items():
             ahead = self._ahead[rank]
-            while held:
-                key, text, at_s = held[0]
+            while lines_held:
+                key, text, at_s = lines_held[0]
                 if key in ahead:
                     ahead.subtract([key])
                     if not ahead[key]:
                         del ahead[key]
-                    held.popleft()
+                    lines_held.popleft()
                 elif final or now_s - at_s >= HOLD_S:
-                    alike = [each for each, lines in self._held.items() if lines and lines[0][0] == key]
-                    for each in alike:
-                        self._held[each].popleft()
-                    shown.append(f"[{format_ranks(alike)}] {text}")
+                    ranks = [other for other, lines in self._held.items() if lines and lines[0][0] == key]
+                    for other in ranks:
+                        self._held[other].popleft()
+                    shown.append(f"[{format_ranks(ranks)}] {text}")
                 else:
                     break
         return shown
@@ -274,8 +274,8 @@ class LogTail:
     def _read(self) -> None:
         """Read all available output."""
         # Until nothing is left: a rank that writes much would block on a full pipe.
-        while found := self._selector.select(0):
-            for key, _ in found:
+        while events := self._selector.select(0):
+            for key, _ in events:
                 self._take(key.data, key.data.decoder.decode(os.read(key.fd, 65536)))
 
     def _take(self, pipe: _Pipe, text: str) -> None:

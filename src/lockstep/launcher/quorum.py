@@ -103,37 +103,37 @@ def digest(names: Sequence[str]) -> str:
     return f"{len(names)}:{zlib.crc32(' '.join(sorted(names)).encode()):08x}"
 
 
-def admitted(found: Sequence[Member]) -> list[Member]:
+def admitted(machines: Sequence[Member]) -> list[Member]:
     """Return those machines that may be in the next generation, each with its place, in the order of their ranks.
 
     The others went on without a machine with an older generation: it comes again, with other ranks. A machine that
     joins waits as long as its place, or every place, is taken.
     """
-    newest = max(each.number for each in found)
-    most = min((each.most for each in found if each.of), default=0)  # else nobody holds the state
+    newest = max(machine.number for machine in machines)
+    most = min((machine.most for machine in machines if machine.of), default=0)  # else nobody holds the state
     placed: dict[int, Member] = {}
     # Whoever is in the newest generation keeps its place; then those that began the job, then those that join.
-    for each in sorted(found, key=lambda each: (-each.number, not each.of, each.name)):
+    for machine in sorted(machines, key=lambda entry: (-entry.number, not entry.of, entry.name)):
         free = next((number for number in range(most) if number not in placed), most)
-        place = free if each.place is None else each.place
-        if each.number in (-1, newest) and place < most and place not in placed:
-            placed[place] = each._replace(place=place)
+        place = free if machine.place is None else machine.place
+        if machine.number in (-1, newest) and place < most and place not in placed:
+            placed[place] = machine._replace(place=place)
     return [placed[place] for place in sorted(placed)]
 
 
-def next_generation(found: Sequence[Member]) -> tuple[int, list[Member]] | None:
+def next_generation(machines: Sequence[Member]) -> tuple[int, list[Member]] | None:
     """Return the next generation and its machines in the order of their ranks; None: the present one goes on."""
-    members, newest = admitted(found), max(each.number for each in found)
-    of = digest([each.name for each in members])
-    is_same = all(each.of == of for each in members)
+    members, newest = admitted(machines), max(machine.number for machine in machines)
+    of = digest([machine.name for machine in members])
+    is_same = all(machine.of == of for machine in members)
     if newest < 0:
         # The ranks are in generation 0 already, but not all launchers may have asked yet. They are waited for until the
         # ranks of those that have cannot go on.
-        began = [each for each in members if each.of]
-        goes_on = not (began and (is_same or all(each.is_broken for each in began)))
+        began = [machine for machine in members if machine.of]
+        goes_on = not (began and (is_same or all(machine.is_broken for machine in began)))
     else:
-        goes_on = is_same and not any(each.is_broken for each in members)
-    if goes_on or any(each.is_done for each in found):
+        goes_on = is_same and not any(machine.is_broken for machine in members)
+    if goes_on or any(machine.is_done for machine in machines):
         return None
     return 0 if newest < 0 and is_same else max(newest, 0) + 1, members
 
@@ -158,11 +158,11 @@ class Lighthouse(NamedTuple):
 
 def running_job(board: InterNodeStore) -> Lighthouse | None:
     """Return the lighthouse of the job whose machines meet in the store of ``board``; None if there is none."""
-    found = []
+    lighthouses = []
     for note in board.others(_TOPIC).values():
         with suppress(TypeError):  # None: the job was restarted
-            found.append(Lighthouse(*note))
-    return max(found, default=None)
+            lighthouses.append(Lighthouse(*note))
+    return max(lighthouses, default=None)
 
 
 def has_begun(board: InterNodeStore) -> bool:
@@ -307,7 +307,7 @@ class Machines:
 
     @property
     def _is_left_out(self) -> bool:
-        return 0 <= self.number < max((each.number for each in self._answer), default=-1)
+        return 0 <= self.number < max((machine.number for machine in self._answer), default=-1)
 
     @property
     def _is_taken(self) -> LockstepError:
@@ -316,8 +316,8 @@ class Machines:
     @property
     def _are_done(self) -> bool:
         """Whether the ranks of all machines have ended, apart from those that would join."""
-        members = [each for each in self._answer if each.of]
-        return bool(members) and all(each.is_done for each in members)
+        members = [machine for machine in self._answer if machine.of]
+        return bool(members) and all(machine.is_done for machine in members)
 
     def _is_ready(self) -> bool:
         """Return whether all ranks of this machine can go on in place."""
@@ -359,18 +359,18 @@ class Machines:
     def _find_lighthouse(self) -> None:
         """Find the lighthouse of this start of the job, or serve it."""
         if not self._is_first:
-            if (found := running_job(self.board)) is not None:
+            if (lighthouse := running_job(self.board)) is not None:
                 # One of an earlier start will be taken down.
-                self.found = found if found.start == self.start else None
-                self._is_behind = found.start > self.start
+                self.found = lighthouse if lighthouse.start == self.start else None
+                self._is_behind = lighthouse.start > self.start
             return
         with self._lock:
             if self._ends.is_set() or self.found is not None:
                 return
             address = self.lighthouse or self._serve()
-            found = Lighthouse(self.start, f"http://{address}", uuid.uuid4().hex[:8], self.lighthouse is None)
-            self.board.post(_TOPIC, found)
-            self.found = found
+            lighthouse = Lighthouse(self.start, f"http://{address}", uuid.uuid4().hex[:8], self.lighthouse is None)
+            self.board.post(_TOPIC, lighthouse)
+            self.found = lighthouse
 
     def _serve(self) -> str:
         """Serve a lighthouse; return its address."""
@@ -399,25 +399,25 @@ class Machines:
         # Before the machines have come together, others may be a moment late.
         is_late = 0 < self._lost_at_ns < time.time_ns() - machine_timeout_s() * 1e9
         is_broken = self._is_broken and (self.number >= 0 or is_late)
-        where, host = (self._name, store, self.number, len(self.pids)), socket.gethostname()
-        own = Member(*where, self._of, self.place, self.max_machines, host, is_broken, self._is_done)
+        identity, host = (self._name, store, self.number, len(self.pids)), socket.gethostname()
+        member = Member(*identity, self._of, self.place, self.max_machines, host, is_broken, self._is_done)
         with suppress(TimeoutError, RuntimeError):  # out of reach, or another machine has not asked in time
-            answer = client.quorum(self._name, timedelta(seconds=3 * machine_timeout_s()), data=own._asdict())
-            self._take([Member(**each.data) for each in answer.participants])
+            answer = client.quorum(self._name, timedelta(seconds=3 * machine_timeout_s()), data=member._asdict())
+            self._take([Member(**participant.data) for participant in answer.participants])
 
-    def _take(self, found: list[Member]) -> None:
-        """Enter the next generation, if ``found`` leads to one."""
+    def _take(self, machines: list[Member]) -> None:
+        """Enter the next generation, if ``machines`` leads to one."""
         with self._lock:
-            self._answer, agreed = found, next_generation(found)
+            self._answer, agreed = machines, next_generation(machines)
             if self.number < 0:
-                self._wait_for_place(found)
+                self._wait_for_place(machines)
             is_out = self._is_left_out or self._waits_since_s < math.inf
             if agreed is None or is_out or self._ends.is_set() or self._is_done:
                 return
             self.number, members = agreed
-            before, self._members = self._members, {each.name: each for each in members}
-            self._of, own = digest(list(self._members)), self._members[self._name]
-            self.place, index = own.place, members.index(own)
+            before, self._members = self._members, {machine.name: machine for machine in members}
+            self._of, own_member = digest(list(self._members)), self._members[self._name]
+            self.place, index = own_member.place, members.index(own_member)
             if self.found is not None and not before:
                 if self._is_first:
                     self.board.post(_TOPIC, self.found._replace(have_met=True))
@@ -427,9 +427,9 @@ class Machines:
                 _report(before, members, self.min_machines)
             self._lost_at_ns, self._why = 0, ""
 
-    def _wait_for_place(self, found: list[Member]) -> None:
+    def _wait_for_place(self, machines: list[Member]) -> None:
         """Note whether this machine, which is in no generation yet, is one too many now."""
-        if not (members := {each.name for each in admitted(found)}) or self._name in members:
+        if not (members := {machine.name for machine in admitted(machines)}) or self._name in members:
             self._waits_since_s = math.inf
             return
         self._lost_at_ns = 0  # the others need not go on with it
@@ -439,8 +439,8 @@ class Machines:
 
     def _post_generation(self, members: list[Member], index: int, *, is_smaller: bool) -> None:
         """Post the generation of ``members``, of which this is the one with that index, for the ranks."""
-        first = sum(each.num_ranks for each in members[:index])
-        world_size = sum(each.num_ranks for each in members)
+        first = sum(machine.num_ranks for machine in members[:index])
+        world_size = sum(machine.num_ranks for machine in members)
         host, _, port = members[0].store.rpartition(":")
         # A machine that is lost without a word was there until its last heartbeat.
         silence_s = machine_timeout_s() if is_smaller else 0.0
@@ -448,17 +448,17 @@ class Machines:
         # With a rank too many, all wait until the next generation, which has another machine.
         world_size += len(members) < self.min_machines
         ranks = {pid: first + local for local, pid in enumerate(self.pids)}
-        where = index, len(members), (host, int(port))
-        rank_files.Generation(self.number, ranks, world_size, *where, lost_at_ns, self._why).post(self.folder)
+        position = index, len(members), (host, int(port))
+        rank_files.Generation(self.number, ranks, world_size, *position, lost_at_ns, self._why).post(self.folder)
 
 
 def _report(before: dict[str, Member], members: list[Member], min_machines: int) -> None:
     """Print which machines were lost and which have come."""
-    now = {each.name for each in members}
-    lost = [f"machine {each.host} was lost" for name, each in before.items() if name not in now]
+    names = {machine.name for machine in members}
+    lost = [f"machine {machine.host} was lost" for name, machine in before.items() if name not in names]
     # A machine that joins knows nothing of those before.
-    came = [f"machine {each.host} joins" for each in members if before and each.name not in before]
-    num_ranks = sum(each.num_ranks for each in members)
+    came = [f"machine {machine.host} joins" for machine in members if before and machine.name not in before]
+    num_ranks = sum(machine.num_ranks for machine in members)
     go_on = f"{format_ranks(range(num_ranks))} {'goes' if num_ranks == 1 else 'go'} on"
     if len(members) < min_machines:
         go_on = f"the ranks wait for {min_machines - len(members)} more of --nnodes"

@@ -83,8 +83,8 @@ class RankProcesses(SubprocessContext):
         """Start a spare, which prepares as if it were the last rank, with a device of its own."""
         last = len(self.subprocess_handlers) - 1
         env = self.envs[last] | {JOINS: "1", rank_files.SPARE: NAME_OF_SPARE.format(number)}
-        if (found := visible_devices(last + 1 + number)) is not None:
-            variable, visible = found
+        if (devices := visible_devices(last + 1 + number)) is not None:
+            variable, visible = devices
             visible[last] = visible[last + number]
             env[variable] = ",".join(visible)
         return self._start_rank(last, env)
@@ -92,8 +92,8 @@ class RankProcesses(SubprocessContext):
     def _start_rank(self, rank: int, env: dict[str, str]) -> SubprocessHandler:
         # The output of a spare, which is no rank yet, is that of the launcher.
         streams = ("", "") if rank_files.SPARE in env else (self.stdouts[rank], self.stderrs[rank])
-        own = cast(str, self.entrypoint), self.args[rank], env, *streams, rank, self.numa_options
-        return self._fork(rank, env, streams) or get_subprocess_handler(*own)
+        arguments = cast(str, self.entrypoint), self.args[rank], env, *streams, rank, self.numa_options
+        return self._fork(rank, env, streams) or get_subprocess_handler(*arguments)
 
     def _fork(self, rank: int, env: dict[str, str], streams: tuple[str, str]) -> SubprocessHandler | None:
         server = self.job.server
@@ -103,7 +103,7 @@ class RankProcesses(SubprocessContext):
         with ExitStack() as stack:
             # The path is empty for the launcher's own stream.
             paths = enumerate(streams, 1)
-            files = [stack.enter_context(open(path, "w")).fileno() if path else own for own, path in paths]
+            files = [stack.enter_context(open(path, "w")).fileno() if path else stream for stream, path in paths]
             return cast(SubprocessHandler | None, server.fork(self.args[rank], {**os.environ, **env}, [0, *files]))
 
     @only_logged()

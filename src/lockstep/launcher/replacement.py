@@ -121,13 +121,13 @@ class RankReplacement:
     @property
     def ranks(self) -> dict[int, int]:
         """By PID, the numbers of the ranks of this machine."""
-        return {pid: each.rank for pid, each in self.processes.items()}
+        return {pid: process.rank for pid, process in self.processes.items()}
 
     def _in(self, *parts: Part) -> set[int]:
         """Return the processes that have one of these parts."""
         # Not for good: the process may begin another training.
         complete = rank_files.complete_processes(self.folder)
-        parts_now = {pid: Part.COMPLETE if pid in complete else each.part for pid, each in self.processes.items()}
+        parts_now = {pid: Part.COMPLETE if pid in complete else process.part for pid, process in self.processes.items()}
         return {pid for pid, part in parts_now.items() if part in parts}
 
     def why_not(self, lost: list[RankExit], lost_pids: set[int]) -> str | None:
@@ -199,8 +199,8 @@ class RankReplacement:
         kill_sessions(pids.values())  # their loader processes would go on for some seconds
         # By rank, who has that number next; None: still to be found.
         places: dict[int, int | None] = {rank: pid for pid, rank in self.ranks.items() if rank not in pids}
-        who = format_ranks([*places]) if places else "the other machines"
-        go_on = f"{who} {'goes' if len(places) == 1 else 'go'} on"
+        survivors = format_ranks([*places]) if places else "the other machines"
+        go_on = f"{survivors} {'goes' if len(places) == 1 else 'go'} on"
         places |= dict.fromkeys(pids)
         for exit in lost:
             log("\n".join(filter(None, [f"{how_it_ended(exit)}; {go_on}", why_lost(exit)])))
@@ -238,19 +238,19 @@ class RankReplacement:
         members = {pid: rank for pid, rank in self.ranks.items() if pid not in away}
         Generation(self.number, members, len(self.ranks), waiting=[*away], lost_at_ns=at_ns, why=why).post(self.folder)
 
-    def _move(self) -> None:
+    def _update_members(self) -> None:
         """Take in the processes that are ready, and leave out those that others have waited for in an exchange."""
         arrivals = Arrival.read_all(self.folder)
         came = self._in(Part.AWAY) & arrivals.keys()
         slow, why = set[int](), ""
-        found = {pid: arrivals[pid] for pid in self._in(Part.WHOLE) & arrivals.keys()}
+        ready = {pid: arrivals[pid] for pid in self._in(Part.WHOLE) & arrivals.keys()}
         # The first that has come to the newest exchange. Others that meet in this generation have come, too.
-        first = min(found.values(), key=lambda each: (-each.number, each.time_ns), default=Arrival(0))
+        first = min(ready.values(), key=lambda arrival: (-arrival.number, arrival.time_ns), default=Arrival(0))
         if first.patience_s is not None and time.time_ns() - first.time_ns > first.patience_s * 1e9:
-            slow = {pid for pid, each in found.items() if each.number < first.number and each.generation < self.number}
+            slow = {pid for pid, item in ready.items() if item.number < first.number and item.generation < self.number}
         if slow:
-            who = format_ranks(sorted(self.processes[pid].rank for pid in slow))
-            why = f"{who} did not come to an exchange within {first.patience_s:g} s"
+            names = format_ranks(sorted(self.processes[pid].rank for pid in slow))
+            why = f"{names} did not come to an exchange within {first.patience_s:g} s"
             log(f"{why}; the others go on without")
         at_ns = min((self.processes[pid].since_ns for pid in came), default=time.time_ns())
         for pid in came:
@@ -279,15 +279,15 @@ class RankReplacement:
                     self.processes[pid].part = Part.WHOLE
             log(report.text)
         if self.machines is None:
-            self._move()
+            self._update_members()
         if self.server is not None:
             self.server.restart_if_ended()
         for number, spare in list(self.spares.items()):
             if (code := spare.proc.poll()) is not None:
                 del self.spares[number]
                 name = NAME_OF_SPARE.format(number)
-                found = rank_files.read_object(rank_files.rank_file(self.folder, rank_files.FAILURE, name))
-                ended = how_it_ended(RankExit(number, code, FailureRecord(**found)))
+                record = rank_files.read_object(rank_files.rank_file(self.folder, rank_files.FAILURE, name))
+                ended = how_it_ended(RankExit(number, code, FailureRecord(**record)))
                 log(f"{ended.replace('rank', 'spare', 1)}; it is not replaced")
         if not self._is_prepared and self.processes.keys() <= rank_files.recovering_processes(self.folder):
             self._is_prepared = True
@@ -300,7 +300,7 @@ class RankReplacement:
 def _steps_of(lost: list[RankExit]) -> set[int]:
     """Return the steps in which ranks were lost, counted from 1, as far as they are known."""
     # Our loops count a step from 0 while it runs; other loops count the steps that are done.
-    steps = {each.record.step if each.record.step is not None else each.record.num_steps or None for each in lost}
+    steps = {exit.record.step if exit.record.step is not None else exit.record.num_steps or None for exit in lost}
     return {step + 1 for step in steps if step is not None}
 
 
@@ -309,8 +309,8 @@ def _steps_of(lost: list[RankExit]) -> set[int]:
 
 def hide_device(index: int, num_ranks: int) -> None:
     """Hide the GPU of a lost rank from ranks that start later. The last rank, with its GPU, has that number then."""
-    if (found := visible_devices(num_ranks)) is not None:
-        variable, visible = found
+    if (devices := visible_devices(num_ranks)) is not None:
+        variable, visible = devices
         visible[index] = visible[num_ranks - 1]
         os.environ[variable] = ",".join(visible[: num_ranks - 1] + visible[num_ranks:])
 

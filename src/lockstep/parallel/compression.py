@@ -124,10 +124,10 @@ class SliceCodec(Codec):
     def sum(self, peers: _Peers, values: Tensor, result: Tensor, exact: Tensor, members: Members) -> Iterator[None]:
         rank, size = peers.rank, peers.size
         num_blocks = -(-values.numel() // self.block)
-        bounds = [min(num_blocks * each // size * self.block, values.numel()) for each in range(size + 1)]
-        slices = [slice(*each) for each in itertools.pairwise(bounds)]
-        own = values[slices[rank]]
-        others = [each for each in range(size) if each != rank]
+        bounds = [min(num_blocks * index // size * self.block, values.numel()) for index in range(size + 1)]
+        slices = [slice(*ends) for ends in itertools.pairwise(bounds)]
+        own_slice = values[slices[rank]]
+        others = [other for other in range(size) if other != rank]
         exact_bytes = exact.view(torch.uint8)
         start = -(-exact.nbytes // 8) * 8  # the data after it is read as numbers of up to 8 bytes
 
@@ -138,7 +138,7 @@ class SliceCodec(Codec):
             sent[other] = torch.empty(start + self.num_bytes(piece.numel()), dtype=torch.uint8)
             sent[other][: exact.nbytes] = exact_bytes
             self.encode(piece, sent[other][start:])
-        length = start + self.num_bytes(own.numel())
+        length = start + self.num_bytes(own_slice.numel())
         received = {other: torch.empty(length, dtype=torch.uint8) for other in others}
         peers.post(sent, received)
         yield
@@ -148,12 +148,12 @@ class SliceCodec(Codec):
         exact_parts = {other: data[: exact.nbytes].view(exact.dtype) for other, data in received.items()}
         exact_parts[rank] = exact.clone()
         exact.zero_()
-        for each in range(size):
-            exact += exact_parts[each]
+        for member in range(size):
+            exact += exact_parts[member]
         for data in received.values():
-            self.decode(data[start:], own, adds=True)
-        total = torch.empty(self.num_bytes(own.numel()), dtype=torch.uint8)
-        self.encode(own, total)
+            self.decode(data[start:], own_slice, adds=True)
+        total = torch.empty(self.num_bytes(own_slice.numel()), dtype=torch.uint8)
+        self.encode(own_slice, total)
         sizes = {other: self.num_bytes(values[slices[other]].numel()) for other in others}
         sums = {other: torch.empty(num_bytes, dtype=torch.uint8) for other, num_bytes in sizes.items()}
         peers.post(dict.fromkeys(others, total), sums)
@@ -252,40 +252,40 @@ class PowerSGD(Codec):
     @override
     def sum(self, peers: _Peers, values: Tensor, result: Tensor, exact: Tensor, members: Members) -> Iterator[None]:
         matrices, others = self._sort(values, result, members)
-        lefts = [each.values @ self._basis(each) for each in matrices]
-        sums = yield from self._sum(peers, lefts + [mine for mine, _ in others], exact)
+        lefts = [matrix.values @ self._basis(matrix) for matrix in matrices]
+        sums = yield from self._sum(peers, lefts + [part for part, _ in others], exact)
 
-        for (mine, to), total in zip(others, sums[len(matrices) :], strict=True):
+        for (part, to), total in zip(others, sums[len(matrices) :], strict=True):
             to.copy_(total)
-            mine.zero_()
+            part.zero_()
         # All ranks have the same sums, so they agree on which are not finite.
         finite = [bool(total.isfinite().all()) for total in sums[: len(matrices)]]
         lefts = [torch.linalg.qr(total).Q if ok else total.zero_() for total, ok in zip(sums, finite, strict=False)]
-        rights = [each.values.t() @ left for each, left in zip(matrices, lefts, strict=True)]
+        rights = [matrix.values.t() @ left for matrix, left in zip(matrices, lefts, strict=True)]
         totals = yield from self._sum(peers, rights, _NOTHING.clone())
 
-        for each, left, right, total, is_finite in zip(matrices, lefts, rights, totals, finite, strict=True):
+        for matrix, left, right, total, is_finite in zip(matrices, lefts, rights, totals, finite, strict=True):
             if not is_finite:  # see [Note: what is not finite]
-                each.result.fill_(torch.nan)
-                each.values.zero_()
+                matrix.result.fill_(torch.nan)
+                matrix.values.zero_()
                 continue
-            each.result.copy_(left @ total.t())
-            each.values.addmm_(left, right.t(), alpha=-1)
+            matrix.result.copy_(left @ total.t())
+            matrix.values.addmm_(left, right.t(), alpha=-1)
             if bool(total.any()):  # otherwise no rank used the parameter, and the basis does not change
-                self.bases[each.key] = total
+                self.bases[matrix.key] = total
 
     def _sort(self, values: Tensor, result: Tensor, members: Members) -> tuple[list[_Matrix], list[Pair]]:
         """Return the members that are sent as products, and the others."""
         sizes = [shape.numel() for _, shape in members]
         matrices: list[_Matrix] = []
         others: list[Pair] = []
-        for (key, shape), mine, to in zip(members, values.split(sizes), result.split(sizes), strict=True):
+        for (key, shape), part, to in zip(members, values.split(sizes), result.split(sizes), strict=True):
             num_rows = shape[0] if shape else 1
-            num_columns = mine.numel() // max(1, num_rows)
-            if min(self.rank, num_rows, num_columns) * (num_rows + num_columns) < mine.numel():
-                matrices.append(_Matrix(key, mine.view(num_rows, -1), to.view(num_rows, -1)))
+            num_columns = part.numel() // max(1, num_rows)
+            if min(self.rank, num_rows, num_columns) * (num_rows + num_columns) < part.numel():
+                matrices.append(_Matrix(key, part.view(num_rows, -1), to.view(num_rows, -1)))
             else:
-                others.append((mine, to))
+                others.append((part, to))
         return matrices, others
 
     def _basis(self, matrix: _Matrix) -> Tensor:
@@ -299,12 +299,12 @@ class PowerSGD(Codec):
 
     def _sum(self, peers: _Peers, tensors: Sequence[Tensor], exact: Tensor) -> Generator[None, None, list[Tensor]]:
         """Return the sums of ``tensors`` over the ranks, in two rounds."""
-        flat = torch.cat([_NOTHING, *(each.reshape(-1) for each in tensors)])
+        flat = torch.cat([_NOTHING, *(tensor.reshape(-1) for tensor in tensors)])
         yield from self._numbers.sum(peers, flat, flat, exact, ())
-        parts = flat.split([each.numel() for each in tensors])
+        parts = flat.split([tensor.numel() for tensor in tensors])
         # Copies are aligned for vector instructions, so their products have the same bits on all ranks, wherever the
         # original memory is.
-        return [part.clone().view(each.shape) for part, each in zip(parts, tensors, strict=True)]
+        return [part.clone().view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 # Shorter blocks fit the magnitudes of the numbers better; longer ones have fewer scales: see bench/compression.py.
@@ -320,13 +320,13 @@ def check_method(method: Any) -> int | None:
         ConfigurationError: There is no such method.
     """
     text = method if isinstance(method, str) else ""
-    found = re.fullmatch(r"powersgd:0*([1-9]\d*)", text)
-    if found is None and text not in _DTYPES and text not in _BLOCKS:
+    match = re.fullmatch(r"powersgd:0*([1-9]\d*)", text)
+    if match is None and text not in _DTYPES and text not in _BLOCKS:
         raise ConfigurationError(
             f"compression={method!r} is not a compression method.\n"
             f"Give one of {', '.join(METHODS)} with a rank of at least 1, or None."
         )
-    return None if found is None else int(found[1])
+    return None if match is None else int(match[1])
 
 
 def make(method: str) -> Codec:
@@ -403,9 +403,9 @@ class _Pipeline:
         pipeline = _pipelines.get(group)
         if pipeline is None:
             pipeline = _pipelines[group] = cls(device)
-        done: Future[Any] = Future()
-        pipeline._queues[0].put((exchange(_Peers(group, next(pipeline._numbers))), done))
-        return done
+        future: Future[Any] = Future()
+        pipeline._queues[0].put((exchange(_Peers(group, next(pipeline._numbers))), future))
+        return future
 
 
 _pipelines: weakref.WeakKeyDictionary[Group, _Pipeline] = weakref.WeakKeyDictionary()
@@ -415,17 +415,17 @@ def _drive(queue: SimpleQueue[Any], following: SimpleQueue[Any] | None) -> None:
     """Run each exchange of ``queue`` up to its next round and pass it on; the last thread completes it."""
     torch.set_grad_enabled(False)  # of this thread
     while (item := queue.get()) is not None:
-        exchange, done = item
+        exchange, future = item
         try:
             for _ in exchange:
                 if following is not None:
                     following.put(item)
                     break
             else:
-                done.set_result(None)
+                future.set_result(None)
         except Exception as error:
-            done.set_exception(error)
-        del item, exchange, done  # a waiting thread must hold no tensors
+            future.set_exception(error)
+        del item, exchange, future  # a waiting thread must hold no tensors
     if following is not None:
         following.put(None)
 
@@ -449,18 +449,18 @@ def compressed_all_reduce(
     Raises:
         CollectiveError: From ``wait()``: a rank ended, or did not take part in time.
     """
-    kept = residual if codec.keeps_residual else None
-    assert flat.is_contiguous() and (kept is not None) is codec.keeps_residual  # C code reads the memory
+    feedback = residual if codec.keeps_residual else None
+    assert flat.is_contiguous() and (feedback is not None) is codec.keeps_residual  # C code reads the memory
     members = list(enumerate(shapes or [flat.shape]))
 
     def exchange(peers: _Peers) -> Exchange:
         share = 1 / peers.size
-        values = flat.mul_(share) if kept is None else kept.add_(flat, alpha=share)
+        values = flat.mul_(share) if feedback is None else feedback.add_(flat, alpha=share)
         if peers.size > 1:
             yield from codec.sum(peers, values, flat, _NOTHING.clone(), members)
-        elif kept is not None:  # a single rank does not round
-            flat.copy_(kept)
-            kept.zero_()
+        elif feedback is not None:  # a single rank does not round
+            flat.copy_(feedback)
+            feedback.zero_()
 
     return _Pipeline.start(group, exchange, flat.device)
 
@@ -565,10 +565,10 @@ class CompressedMean(BucketReduction):
     def _reduce(self, bucket: Bucket, payload: Tensor, before: Sequence[Any], peers: _Peers) -> Exchange:
         for wait in before:
             wait()
-        members = [(index, each.shape) for index, each in zip(bucket.spec.parameters, bucket.parameters, strict=True)]
+        members = [(index, param.shape) for index, param in zip(bucket.spec.parameters, bucket.parameters, strict=True)]
         sizes = [shape.numel() for _, shape in members]
         gradients, tail = payload[: sum(sizes)], payload[bucket.tail_start :]
-        part, mine = self._part(members)
+        part, own_members = self._part(members)
         result = gradients[part].float()  # no copy if it is float32 already
         values, held_back = result, []
         if self._codec.keeps_residual:
@@ -580,7 +580,7 @@ class CompressedMean(BucketReduction):
                     view.zero_()
             values = residual[part]
             values += result
-        yield from self._codec.sum(peers, values, result, tail, mine)
+        yield from self._codec.sum(peers, values, result, tail, own_members)
         for place, view, before in held_back:
             if tail[place]:
                 view += before
@@ -598,7 +598,7 @@ class CompressedMean(BucketReduction):
         if self._codec.takes_whole:
             cuts = [next(end for end in ends if end >= cut) for cut in cuts]
         part = slice(cuts[self._place], cuts[self._place + 1])
-        return part, [each for each, start in zip(members, ends, strict=False) if part.start <= start < part.stop]
+        return part, [member for member, start in zip(members, ends, strict=False) if part.start <= start < part.stop]
 
     # --- residuals between steps --------------------------------------------------------------------------------------
 
@@ -618,7 +618,7 @@ class CompressedMean(BucketReduction):
         """Return the residuals of a bucket, including those of its parameters in buckets of an earlier plan."""
         flat = self._flat.get(bucket.spec.parameters)
         if flat is None:
-            flat = torch.zeros(sum(each.numel() for each in bucket.parameters), device="cpu")
+            flat = torch.zeros(sum(parameter.numel() for parameter in bucket.parameters), device="cpu")
             self._flat[bucket.spec.parameters] = flat
             for name, view in zip(bucket.names, cut_views(flat, bucket.parameters), strict=True):
                 if name in self._residuals:
@@ -640,15 +640,15 @@ class CompressedMean(BucketReduction):
         Raises:
             ConfigurationError: The states belong to another model.
         """
-        mine = self.state_dict()["residuals"]
+        residuals = self.state_dict()["residuals"]
         for state in states:
             for name, tensor in state["residuals"].items():
-                if mine and (name not in mine or mine[name].shape != tensor.shape):
+                if residuals and (name not in residuals or residuals[name].shape != tensor.shape):
                     raise ConfigurationError(
                         f"The state of compression has a residual of {name}, {list(tensor.shape)}, which the model "
                         "lacks.\nLoad the state of the same model, or pass none to start without residuals."
                     )
-        for name, view in mine.items():
+        for name, view in residuals.items():
             view.zero_()
             for state in states:
                 view += state["residuals"].get(name, 0)

@@ -46,9 +46,9 @@ def check_models_agree(
     Raises:
         ModelMismatch: On every rank; names the first difference, the rank and both sides.
     """
-    mine = [_describe_layout("parameter", *each) for each in _each_once(parameters)]
-    mine += [_describe_layout("buffer", *each) for each in _each_once(buffers)]
-    models = all_gather_different(mine, group=group, device=device)
+    layouts = [_describe_layout("parameter", *entry) for entry in _unique_tensors(parameters)]
+    layouts += [_describe_layout("buffer", *entry) for entry in _unique_tensors(buffers)]
+    models = all_gather_different(layouts, group=group, device=device)
     if len(models) > 1:
         raise ModelMismatch(_explain_mismatch(models, advice))
 
@@ -70,23 +70,23 @@ def check_arguments_agree(
         ConfigurationError: On every rank: the first rank's problem or difference.
     """
     ranks = all_gather_object([problem, arguments], group=group, device=device)
-    for rank, (found, theirs) in enumerate(ranks):
-        if found is not None:
-            raise ConfigurationError(found if rank == 0 else f"Rank {rank}: {found}")
-        if theirs != ranks[0][1]:
+    for rank, (rank_problem, rank_arguments) in enumerate(ranks):
+        if rank_problem is not None:
+            raise ConfigurationError(rank_problem if rank == 0 else f"Rank {rank}: {rank_problem}")
+        if rank_arguments != ranks[0][1]:
             raise ConfigurationError(
-                f"The arguments differ between ranks: rank 0 has {ranks[0][1]}; rank {rank} has {theirs}.\n"
+                f"The arguments differ between ranks: rank 0 has {ranks[0][1]}; rank {rank} has {rank_arguments}.\n"
                 "Give the same arguments on every rank."
             )
 
 
-def _each_once(named: Named) -> list[tuple[str, Tensor]]:
+def _unique_tensors(named: Named) -> list[tuple[str, Tensor]]:
     """Return each tensor once, by the first of its names in the alphabet: layers that share it come in any order.
 
     A rank may have compiled what others have not.
     """
-    names = grouped(named, lambda each: id(each[1]))
-    return [(min(name.replace(f"{ORIGINAL}.", "") for name, _ in each), each[0][1]) for each in names.values()]
+    names = grouped(named, lambda entry: id(entry[1]))
+    return [(min(name.replace(f"{ORIGINAL}.", "") for name, _ in entries), entries[0][1]) for entries in names.values()]
 
 
 def _describe_layout(kind: str, name: str, tensor: Tensor) -> str:
@@ -99,9 +99,9 @@ def _describe_layout(kind: str, name: str, tensor: Tensor) -> str:
 def _explain_mismatch(models: Sequence[Sequence[str]], advice: str) -> str:
     """Return the first difference to rank 0's model on any rank, given every rank's `_describe_layout`."""
     for rank, model in enumerate(models):
-        for ours, theirs in zip_longest(models[0], model, fillvalue="nothing more"):
-            if ours != theirs:
-                return f"The models differ between ranks: rank 0 has {ours}, where rank {rank} has {theirs}.\n{advice}"
+        for first, other in zip_longest(models[0], model, fillvalue="nothing more"):
+            if first != other:
+                return f"The models differ between ranks: rank 0 has {first}, where rank {rank} has {other}.\n{advice}"
     raise AssertionError("the models are alike")
 
 
@@ -204,7 +204,7 @@ def replica_of(
                     replica[f"buffer {prefix}{name}"] = buffer
     # Each rank has only a part of the state of a ZeroRedundancyOptimizer, ours or torch's.
     if optimizer is not None and all(cls.__name__ != "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
-        for index, parameter in enumerate(each for group in optimizer.param_groups for each in group["params"]):
+        for index, parameter in enumerate(param for group in optimizer.param_groups for param in group["params"]):
             owner = names.get(parameter, f"the optimizer's parameter {index}")
             for name, value in optimizer.state.get(parameter, {}).items():
                 replica[f"{name} of {owner}"] = value
@@ -250,21 +250,21 @@ def refuse_difference(replica: Replica, *, group: Group, device: torch.device, n
         ReplicasDiffer: On every rank; names the first tensor that differs, the ranks on each side and the elements.
     """
     total = torch.tensor([checksum(replica.values())], device=device)
-    if len({int(each) for each in all_gather(total, group=group)}) == 1:
+    if len({int(value) for value in all_gather(total, group=group)}) == 1:
         return
     # Only now compute a checksum of each tensor, and compare the elements of the first one that differs.
-    mine = {name: [checksum([tensor]), list(tensor.shape), str(tensor.dtype)] for name, tensor in replica.items()}
-    ranks: list[dict[str, Any]] = all_gather_object(mine, group=group, device=device)
+    checksums = {name: [checksum([tensor]), list(tensor.shape), str(tensor.dtype)] for name, tensor in replica.items()}
+    ranks: list[dict[str, Any]] = all_gather_object(checksums, group=group, device=device)
     names = list(dict.fromkeys(name for tensors in sorted(ranks, key=len, reverse=True) for name in tensors))
     different = [name for name in names if any(tensors.get(name) != ranks[0].get(name) for tensors in ranks)]
     different = different or names  # the same tensors in another order
     first = different[0]
     sides = sides_of([str(tensors.get(first)) for tensors in ranks])
-    where = ""
+    elements = ""
     if len(sides) > 1 and len({str(tensors.get(first, [None])[1:]) for tensors in ranks}) == 1:  # of the same shape
-        where = _describe_elements(replica[first], sides, group=group, device=device) + "\n"
+        elements = _describe_elements(replica[first], sides, group=group, device=device) + "\n"
     raise ReplicasDiffer(
-        f"The ranks do not hold the same bits any more{now}: {first} differs {between(sides)}.\n{where}"
+        f"The ranks do not hold the same bits any more{now}: {first} differs {between(sides)}.\n{elements}"
         f"{len(different)} of {len(names)} tensors differ{'s' * (len(different) == 1)}. {since}\n"
         "Either code changed it on some ranks only (an if on the rank, a buffer that nobody synchronises), or a "
         "device or its memory is faulty. Resume from an earlier checkpoint.",
@@ -281,34 +281,34 @@ def sides_of(values: Sequence[str]) -> Sides:
 
 def _describe_elements(tensor: Tensor, sides: Sides, *, group: Group, device: torch.device) -> str:
     """Return the elements of a tensor in which the second side differs from the first. Collective: every rank."""
-    one, other = sides[0][0], sides[1][0]
-    mine = tensor.detach().contiguous()
-    theirs = mine.to(device, copy=True)
-    broadcast(theirs, group=group, src=one)
-    what = describe_difference(mine, theirs.to(mine.device), f"on rank {other}", f"on rank {one}")
-    texts: list[str] = all_gather_object(what, group=group, device=device)
-    return texts[other]
+    source_rank, other_rank = sides[0][0], sides[1][0]
+    local = tensor.detach().contiguous()
+    reference = local.to(device, copy=True)
+    broadcast(reference, group=group, src=source_rank)
+    text = describe_difference(local, reference.to(local.device), f"on rank {other_rank}", f"on rank {source_rank}")
+    texts: list[str] = all_gather_object(text, group=group, device=device)
+    return texts[other_rank]
 
 
-def describe_difference(mine: Tensor, theirs: Tensor, here: str, there: str) -> str:
+def describe_difference(first: Tensor, second: Tensor, first_name: str, second_name: str) -> str:
     """Return how many elements differ in their bits, whether by a single bit, and the first one; empty if none differs.
 
     Args:
-        mine: Contiguous.
-        theirs: Of the same shape and dtype.
-        here: The name of ``mine`` in the text.
-        there: The name of ``theirs``.
+        first: Contiguous.
+        second: Of the same shape and dtype.
+        first_name: The name of ``first`` in the text.
+        second_name: The name of ``second``.
     """
-    bytes_of = [each.reshape(-1).view(torch.uint8).view(mine.numel(), -1) for each in (mine, theirs)]
+    bytes_of = [tensor.reshape(-1).view(torch.uint8).view(first.numel(), -1) for tensor in (first, second)]
     changed = torch.bitwise_xor(*bytes_of)
     places = changed.any(dim=1).nonzero().flatten()
     if not len(places):
         return ""
     flipped = changed[changed != 0].tolist()
     bits = ", by one bit" if len(flipped) == 1 and flipped[0].bit_count() == 1 else ""  # as a fault of memory does
-    at = f" at {[int(each) for each in torch.unravel_index(places[0], mine.shape)]}" if mine.dim() else ""
-    values = [each.reshape(-1)[places[0]].item() for each in (mine, theirs)]
+    at = f" at {[int(index) for index in torch.unravel_index(places[0], first.shape)]}" if first.dim() else ""
+    values = [tensor.reshape(-1)[places[0]].item() for tensor in (first, second)]
     return (
-        f"{len(places)} of its {mine.numel()} elements differ{'s' * (len(places) == 1)}{bits}: the first{at} is "
-        f"{values[0]} {here} and {values[1]} {there}."
+        f"{len(places)} of its {first.numel()} elements differ{'s' * (len(places) == 1)}{bits}: the first{at} is "
+        f"{values[0]} {first_name} and {values[1]} {second_name}."
     )

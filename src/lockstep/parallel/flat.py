@@ -74,10 +74,10 @@ def flat_norm(flat: Tensor, norm_type: float = 2.0) -> Tensor:
     # form one short vector (or rows again). That takes the same time without the loss.
     while flat.numel() > _SHORT:
         num_rows = flat.numel() // _ROW
-        rows, rest = flat[: num_rows * _ROW].view(num_rows, _ROW), flat[num_rows * _ROW :]
+        rows, tail = flat[: num_rows * _ROW].view(num_rows, _ROW), flat[num_rows * _ROW :]
         norms = torch.linalg.vector_norm(rows, norm_type, dim=1, dtype=dtype)
-        if rest.numel():
-            norms = torch.cat([norms, torch.linalg.vector_norm(rest, norm_type, dtype=dtype).view(1)])
+        if tail.numel():
+            norms = torch.cat([norms, torch.linalg.vector_norm(tail, norm_type, dtype=dtype).view(1)])
         flat, dtype = norms, None
     norm: Tensor = torch.linalg.vector_norm(flat, norm_type, dtype=dtype)
     return norm
@@ -113,13 +113,13 @@ def multiply_(grads: Iterable[Tensor], factor: Tensor) -> None:
     """Multiply all gradients in place by a 0-dimensional tensor; do nothing if it is known to be 1."""
     if factor.device.type == "cpu" and factor.item() == 1:  # on CUDA this check would make the host wait
         return
-    for (device, dtype, is_sparse), alike in grouped(grads, attrgetter("device", "dtype", "is_sparse")).items():
+    for (device, dtype, is_sparse), group in grouped(grads, attrgetter("device", "dtype", "is_sparse")).items():
         local = factor.to(device, dtype)
         if is_sparse:
-            for grad in alike:
+            for grad in group:
                 grad.mul_(local)
         else:
-            foreach_mul_(alike, local)
+            foreach_mul_(group, local)
 
 
 def are_finite(tensors: Iterable[Tensor], norm: Tensor | None = None) -> bool:
@@ -130,5 +130,5 @@ def are_finite(tensors: Iterable[Tensor], norm: Tensor | None = None) -> bool:
     if norm is not None and math.isfinite(float(norm)):
         return True
     # The sum of squares may overflow on one machine and not on another, so the elements are checked.
-    numbers = [each.detach() for each in tensors if each.is_floating_point() or each.is_complex()]
-    return all(bool(torch.isfinite(each.coalesce().values() if each.is_sparse else each).all()) for each in numbers)
+    floats = [tensor.detach() for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
+    return all(bool(torch.isfinite(value.coalesce().values() if value.is_sparse else value).all()) for value in floats)

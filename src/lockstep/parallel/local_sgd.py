@@ -119,7 +119,7 @@ def cut_fragments(sizes: Sequence[int], count: int) -> list[range]:
         goal, latest = ends[-1] * part / count, len(sizes) - (count - part)
         # The nearest one; of equally near ones the last.
         cuts.append(min(range(latest, cuts[-1], -1), key=lambda stop: abs(ends[stop] - goal)))
-    return [range(*each) for each in pairwise(cuts)]
+    return [range(*ends) for ends in pairwise(cuts)]
 
 
 class Fragment:
@@ -170,7 +170,7 @@ class Fragment:
         for flat in self.flats:
             flat.mul_(share)
         if self.compressed:
-            return [each.start() for each in self.compressed]
+            return [compressed.start() for compressed in self.compressed]
         return [partial(wait_for, collectives.all_reduce_work(flat, group=self._group)) for flat in self.flats]
 
     def copy_local(self) -> list[Tensor]:
@@ -348,17 +348,17 @@ class LocalSGD:
         check_arguments_agree(arguments, problem, group=self._group, device=self._device)
         parameters = model.named_parameters(remove_duplicate=False)
         check_models_agree(parameters, model.named_buffers(), group=self._group, device=self._device)
-        tensors = [each.detach() for each in (*model.parameters(), *model.buffers()) if each.numel()]
+        tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers()) if tensor.numel()]
         collectives.broadcast_coalesced(tensors, group=self._group, src=0)
 
-        self._trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+        self._trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         self._names = [name for name, _ in self._trained]
         self._is_offloaded = to_host = cpu_offload and self._device.type != "cpu"
-        self._outer = [nn.Parameter(_outer_copy(each.detach(), to_host=to_host)) for _, each in self._trained]
+        self._outer = [nn.Parameter(_outer_copy(parameter.detach(), to_host=to_host)) for _, parameter in self._trained]
         self._connect()
         self.outer_optimizer = self._create_outer(self._outer)
         buffers = model.named_buffers()
-        self._buffers = {name: each.clone() for name, each in buffers if each.numel() and not each.is_complex()}
+        self._buffers = {name: buffer.clone() for name, buffer in buffers if buffer.numel() and not buffer.is_complex()}
         self.num_steps = 0
         # By fragment: the weight that this rank has trained on since its last exchange, and the step of that exchange.
         self._weights: list[float | Tensor] = [0.0] * fragments
@@ -379,11 +379,11 @@ class LocalSGD:
     def _connect(self) -> None:
         """Create everything that belongs to the group. Collective: every rank."""
         group = cpu_group(self._group) if self._is_offloaded else self._group
-        numels = [each.numel() for _, each in self._trained]
+        numels = [parameter.numel() for _, parameter in self._trained]
         parts = [slice(part.start, part.stop) for part in cut_fragments(numels, self.schedule.fragments)]
-        given = [(dict(self._trained[part]), self._outer[part]) for part in parts]
-        self._fragments = [Fragment(*each, group, self._compression) for each in given]
-        self._sums = [each for fragment in self._fragments for each in fragment.compressed]
+        members = [(dict(self._trained[part]), self._outer[part]) for part in parts]
+        self._fragments = [Fragment(*pair, group, self._compression) for pair in members]
+        self._sums = [compressed for fragment in self._fragments for compressed in fragment.compressed]
 
     # --- steps ---
 
@@ -413,7 +413,7 @@ class LocalSGD:
     def count(self, weight: float | Tensor) -> None:
         """Count a step without an exchange."""
         self.num_steps += 1
-        self._weights = [known + weight for known in self._weights]
+        self._weights = [total + weight for total in self._weights]
 
     @torch.no_grad()
     def exchange(self) -> bool:
@@ -477,11 +477,11 @@ class LocalSGD:
         """
         size, steps = self._group.size(), float(self.num_steps)
         now = {name: self._model.get_buffer(name) for name in self._buffers}
-        changed = [float(not torch.equal(now[name], known)) for name, known in self._buffers.items()]
+        changed = [float(not torch.equal(now[name], previous)) for name, previous in self._buffers.items()]
         weights = [float(weight) for weight in self._weights]
         # Always of the same size: ranks that arrive after different steps must detect that instead of hanging.
-        mine = [float(not is_finite), steps, steps**2, *weights, *changed, *self.flags]
-        sums = torch.tensor(mine, dtype=torch.float64, device=self._device)
+        message = [float(not is_finite), steps, steps**2, *weights, *changed, *self.flags]
+        sums = torch.tensor(message, dtype=torch.float64, device=self._device)
         wait_for(collectives.all_reduce_work(sums, group=self._group), f"exchange after step {self.num_steps}")
         num_not_finite, sum_steps, sum_squares, *sums_of = sums.tolist()
         # Equal only if all counts are equal: so all ranks detect a difference on any rank.
@@ -498,7 +498,7 @@ class LocalSGD:
             )
         count, end = len(weights), len(weights) + len(changed)
         self.on_flags(sums_of[end:])
-        shares = [mine / all_ if all_ else 1 / size for mine, all_ in zip(weights, sums_of[:count], strict=True)]
+        shares = [weight / total if total else 1 / size for weight, total in zip(weights, sums_of[:count], strict=True)]
         return shares, [name for name, number in zip(self._buffers, sums_of[count:end], strict=True) if number]
 
     def _mean_buffers(self, names: Sequence[str]) -> Tensor:
@@ -510,15 +510,15 @@ class LocalSGD:
     def _set_buffers(self, names: Sequence[str], flat: Tensor) -> None:
         """Set buffers to values in one tensor; integers are rounded."""
         buffers = [self._model.get_buffer(name) for name in names]
-        for name, buffer, piece in zip(names, buffers, flat.split([each.numel() for each in buffers]), strict=True):
+        for name, buffer, piece in zip(names, buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
             mean = piece.view(buffer.shape)
             buffer.copy_(mean if buffer.is_floating_point() else mean.round())
             self._buffers[name] = buffer.clone()
 
     def _apply_due(self, delay: int) -> None:
         """Apply the exchanges that were started at least ``delay`` steps ago. Blocks until they have arrived."""
-        due = [each for each in self._under_way if self.num_steps - each.step >= delay]
-        self._under_way = [each for each in self._under_way if self.num_steps - each.step < delay]
+        due = [exchange for exchange in self._under_way if self.num_steps - exchange.step >= delay]
+        self._under_way = [exchange for exchange in self._under_way if self.num_steps - exchange.step < delay]
         for exchange in due:
             self._wait(exchange)
             fragment = self._fragments[exchange.number]
@@ -555,7 +555,7 @@ class LocalSGD:
 
     def outer_state(self) -> dict[str, Tensor]:
         """Return the outer parameters, and the buffers of the last exchange, by name: the same bits on all ranks."""
-        return {**{name: each.detach() for name, each in zip(self._names, self._outer, strict=True)}, **self._buffers}
+        return {**{name: outer.detach() for name, outer in zip(self._names, self._outer, strict=True)}, **self._buffers}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a run needs to resume, besides this rank's model and optimizer.
@@ -564,9 +564,9 @@ class LocalSGD:
 
         Collective: every rank. Blocks until exchanges under way have arrived.
         """
-        own: dict[str, Any] = {"rank": self._group.rank(), "world_size": self._group.size()}
-        own["weights"] = [float(weight) for weight in self._weights]
-        own["residuals"] = [each.residual for each in self._sums if each.residual is not None]
+        own_state: dict[str, Any] = {"rank": self._group.rank(), "world_size": self._group.size()}
+        own_state["weights"] = [float(weight) for weight in self._weights]
+        own_state["residuals"] = [compressed.residual for compressed in self._sums if compressed.residual is not None]
         under_way: list[dict[str, Any]] = []
         base: dict[str, Tensor] = {}
         for exchange in self._under_way:
@@ -582,8 +582,8 @@ class LocalSGD:
             "outer": self.outer_state(),
             "outer_optimizer": self.outer_optimizer.state_dict(),
             "under_way": under_way,
-            "bases": [dict(each.codec.bases) for each in self._sums if isinstance(each.codec, PowerSGD)],
-            "own": {**own, "base": base},
+            "bases": [dict(entry.codec.bases) for entry in self._sums if isinstance(entry.codec, PowerSGD)],
+            "own": {**own_state, "base": base},
         }
 
     @torch.no_grad()
@@ -597,30 +597,30 @@ class LocalSGD:
         Raises:
             ValueError: It belongs to another model.
         """
-        known = state["outer"]
-        if missing := [name for name in (*self._names, *self._buffers) if name not in known]:
+        exchanged = state["outer"]
+        if missing := [name for name in (*self._names, *self._buffers) if name not in exchanged]:
             raise ValueError(f"the exchanged parameters lack {missing[0]}")
         synchronize(self._device)  # see `Fragment.merge`
         for name, outer in zip(self._names, self._outer, strict=True):
-            outer.copy_(known[name])
-        self._buffers = {name: each.copy_(known[name]) for name, each in self._buffers.items()}
+            outer.copy_(exchanged[name])
+        self._buffers = {name: buffer.copy_(exchanged[name]) for name, buffer in self._buffers.items()}
         self.outer_optimizer.load_state_dict(state["outer_optimizer"])
-        self.num_steps, own = state["num_steps"], state["own"]
-        is_own = (own["rank"], own["world_size"]) == (self._group.rank(), self._group.size())
+        self.num_steps, own_state = state["num_steps"], state["own"]
+        is_own = (own_state["rank"], own_state["world_size"]) == (self._group.rank(), self._group.size())
         count, since = self.schedule.fragments, state["exchanged_at"]
         is_own = is_own and len(since) == count
         self._exchanged_at = list(since) if len(since) == count else [min(since)] * count
-        self._weights = list(own["weights"]) if is_own else [0.0] * count
-        residuals, bases = own["residuals"] if is_own else [], state["bases"]
-        for place, each in enumerate(self._sums):
-            if each.residual is not None:
-                fits = place < len(residuals) and residuals[place].shape == each.residual.shape
-                each.residual.copy_(residuals[place] if fits else torch.zeros(()))
-            if isinstance(each.codec, PowerSGD) and place < len(bases):
-                each.codec.bases = {key: basis.clone() for key, basis in bases[place].items()}
+        self._weights = list(own_state["weights"]) if is_own else [0.0] * count
+        residuals, bases = own_state["residuals"] if is_own else [], state["bases"]
+        for place, compressed in enumerate(self._sums):
+            if compressed.residual is not None:
+                fits = place < len(residuals) and residuals[place].shape == compressed.residual.shape
+                compressed.residual.copy_(residuals[place] if fits else torch.zeros(()))
+            if isinstance(compressed.codec, PowerSGD) and place < len(bases):
+                compressed.codec.bases = {key: basis.clone() for key, basis in bases[place].items()}
         self._under_way, self._pending = [], state.get("pending", [])
-        for each in state["under_way"]:
-            self._load_exchange(each, own["base"] if is_own else None)
+        for entry in state["under_way"]:
+            self._load_exchange(entry, own_state["base"] if is_own else None)
         if not is_own:
             self.restore()
 
@@ -634,16 +634,16 @@ class LocalSGD:
         fragment = self._fragments[entry["number"]]
         for name, gradient in zip(fragment.names, fragment.gradients, strict=True):
             gradient.copy_(gradients[name])
-        kept = [base[name].to(outer) for name, outer in zip(fragment.names, fragment.outer, strict=True)]
-        self._under_way.append(Exchange(entry["number"], entry["step"], [], kept))
+        base_values = [base[name].to(outer) for name, outer in zip(fragment.names, fragment.outer, strict=True)]
+        self._under_way.append(Exchange(entry["number"], entry["step"], [], base_values))
 
     @torch.no_grad()
     def restore(self) -> None:
         """Set the model to the outer parameters, and the buffers of the last exchange."""
         for fragment in self._fragments:
             fragment.merge(None)
-        for name, known in self._buffers.items():
-            self._model.get_buffer(name).copy_(known)
+        for name, buffer in self._buffers.items():
+            self._model.get_buffer(name).copy_(buffer)
 
     @torch.no_grad()
     def restart(self, num_steps: int) -> None:
@@ -724,9 +724,9 @@ def _find_optimizer_problem(model: nn.Module, optimizer: Optimizer) -> str | Non
             "ZeroRedundancyOptimizer updates each parameter on one rank, but here each rank trains by itself.\n"
             "Pass the inner optimizer, such as torch.optim.AdamW(model.parameters())."
         )
-    known = {id(parameter) for parameter in model.parameters()}
-    for number, parameter in enumerate(each for group in optimizer.param_groups for each in group["params"]):
-        if id(parameter) not in known:
+    own_ids = {id(parameter) for parameter in model.parameters()}
+    for number, parameter in enumerate(param for group in optimizer.param_groups for param in group["params"]):
+        if id(parameter) not in own_ids:
             return (
                 f"Parameter {number} of the optimizer, of shape {list(parameter.shape)}, is not in the model: the "
                 "optimizer was made for another one.\nCreate it with the parameters of the model that you pass."
@@ -776,6 +776,6 @@ class DiLoCo(LocalSGD):
         cpu_offload: bool = False,
     ) -> None:
         self._create_outer = outer_optimizer or OuterSGD(outer_lr, outer_momentum)
-        how: dict[str, Any] = {"compression": compression, "process_group": process_group, "cpu_offload": cpu_offload}
-        how["sync_patience"] = sync_patience
-        super().__init__(model, optimizer, sync_every, fragments=fragments, sync_delay=sync_delay, **how)
+        extra: dict[str, Any] = {"compression": compression, "process_group": process_group, "cpu_offload": cpu_offload}
+        extra["sync_patience"] = sync_patience
+        super().__init__(model, optimizer, sync_every, fragments=fragments, sync_delay=sync_delay, **extra)

@@ -59,17 +59,17 @@ class Registered:
 
     Args:
         module: The model.
-        own: Returns the tensors that a layer itself has, such as its buffers.
+        tensors_of: Returns the tensors that a layer itself has, such as its buffers.
     """
 
-    def __init__(self, module: nn.Module, own: Callable[[nn.Module], dict[str, Any]]) -> None:
-        self._module, self._own = module, own
+    def __init__(self, module: nn.Module, tensors_of: Callable[[nn.Module], dict[str, Any]]) -> None:
+        self._module, self._tensors_of = module, tensors_of
         self.note()
 
     def note(self) -> None:
         """Record which tensors and layers are registered, and where."""
-        kinds = self._own, torch_internals.submodules
-        self._homes: list[dict[str, Any]] = [own(layer) for layer in self._module.modules() for own in kinds]
+        getters = self._tensors_of, torch_internals.submodules
+        self._homes: list[dict[str, Any]] = [get(layer) for layer in self._module.modules() for get in getters]
         self._entries = list(chain.from_iterable(map(_values, self._homes)))
 
     def have_changed(self) -> bool:
@@ -83,10 +83,10 @@ class Wrapper(nn.Module):
     """A module that wraps another one as ``module``, and loads state dicts with or without the ``module.`` prefix."""
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        here = [key for key in state_dict if key.startswith(prefix)]
-        own = {prefix + name for name, _ in [*self.named_parameters(), *self.named_buffers()]}
-        if own.isdisjoint(here):  # not by the prefix: the bare module may have a child named "module"
-            for key in here:  # in place: ``load_state_dict`` has made a copy, and loads ``module`` only after this
+        keys = [key for key in state_dict if key.startswith(prefix)]
+        own_names = {prefix + name for name, _ in [*self.named_parameters(), *self.named_buffers()]}
+        if own_names.isdisjoint(keys):  # not by the prefix: the bare module may have a child named "module"
+            for key in keys:  # in place: ``load_state_dict`` has made a copy, and loads ``module`` only after this
                 state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)
             versions = getattr(state_dict, "_metadata", {})
             for key in [key for key in versions if f"{key}.".startswith(prefix)]:

@@ -123,8 +123,8 @@ class GradientLayout:
         self.parameters = list(parameters)
         self._places: dict[int, tuple[int, int]] = {}  # by parameter, its chunk and where it begins there
         self._chunks: list[tuple[int, torch.dtype]] = []
-        dtypes = [each.dtype for each in self.parameters]
-        padded_bytes = [_round_up(each.nbytes, _ALIGNMENT_BYTES) for each in self.parameters]
+        dtypes = [parameter.dtype for parameter in self.parameters]
+        padded_bytes = [_round_up(parameter.nbytes, _ALIGNMENT_BYTES) for parameter in self.parameters]
         last_first = reversed(range(len(dtypes)))  # as backward fills them
         for members in in_chunks(last_first, dtypes.__getitem__, padded_bytes.__getitem__, _CHUNK_BYTES):
             dtype, start = dtypes[members[0]], 0
@@ -153,11 +153,11 @@ class GradientRow:
 
     def put(self, gradients: Sequence[Tensor | None], *, adds: bool) -> None:
         """Set the gradients of a leaf, or add them; None is zero."""
-        pairs = [(view, each) for view, each in zip(self.views, gradients, strict=True) if each is not None]
-        missing = [view for view, each in zip(self.views, gradients, strict=True) if each is None]
+        pairs = [(view, gradient) for view, gradient in zip(self.views, gradients, strict=True) if gradient is not None]
+        missing = [view for view, gradient in zip(self.views, gradients, strict=True) if gradient is None]
         if pairs:
             put = foreach_add_ if adds else foreach_copy_
-            put([view for view, _ in pairs], [each for _, each in pairs])
+            put([view for view, _ in pairs], [gradient for _, gradient in pairs])
         if missing and adds:
             # -0 + 0 is 0. Without this addition, the sign of a zero would depend on whether the leaf was the first.
             foreach_add_(missing, 0)
@@ -207,10 +207,10 @@ class PairwiseAccumulator:
             row.put(gradients, adds=True)
             node = parent
         while self._pending and (parent := self._tree.parent(self._pending[-1][0], node)) is not None:
-            _, left = self._pending.pop()
-            left.add_row(row)
+            _, left_row = self._pending.pop()
+            left_row.add_row(row)
             self._free.append(row)
-            node, row = parent, left
+            node, row = parent, left_row
         self._pending.append((node, row))
 
     def take(self) -> dict[range, GradientRow]:
@@ -258,8 +258,8 @@ class TreeReduction:
             total, _, received, work = arriving.popleft()
             if work is not None:
                 wait_for(work, _EXCHANGE)
-            own = self._sum_slice(received)
-            gathering.append((own, all_gather_flat(total, own, group=group)))
+            own_sum = self._sum_slice(received)
+            gathering.append((own_sum, all_gather_flat(total, own_sum, group=group)))
 
         # While one chunk is added, the next are in flight; sums are sent while later chunks still arrive.
         for flats in zip(*(row.flats for row in rows), strict=True):

@@ -161,9 +161,9 @@ class StatisticsExchange:
         if self._layer in _compared:
             return
         rows = self.gather(torch.tensor([num_channels], device=device), check=True)
-        on_rank = [int(each) for each in rows.flatten().tolist()]
-        if any(each != num_channels for each in on_rank):
-            channels = ", ".join(f"{each} on rank {rank}" for rank, each in enumerate(on_rank))
+        on_rank = [int(count) for count in rows.flatten().tolist()]
+        if any(count != num_channels for count in on_rank):
+            channels = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(on_rank))
             raise self._error("forward", f"it has different numbers of channels: {channels}.")
         _compared.add(self._layer)
 
@@ -304,7 +304,7 @@ class NormaliseFunction(torch.autograd.Function):
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (weight, bias)]
         if input.numel() == 0:
             return torch.empty_like(input)
-        weight, bias = (None if each is None else each.to(dtype) for each in (weight, bias))
+        weight, bias = (None if vector is None else vector.to(dtype) for vector in (weight, bias))
         if not has_kernel(_KERNEL, input.device.type):
             return _affine(input, weight, bias, batch, eps)
         return torch.batch_norm_elemt(input, weight, bias, batch.mean, torch.rsqrt(batch.var + eps), eps)
@@ -316,12 +316,12 @@ class NormaliseFunction(torch.autograd.Function):
         input, weight, *statistics = ctx.saved_tensors
         batch = Statistics(*statistics)
         gradient = contiguous_like(gradient, input)  # kernels need both in one memory format
-        mine = sums_of_gradient(gradient, input, batch, ctx.eps)
-        of_bias, of_weight = mine.chunk(2)  # this rank's part: the engine sums parameters' gradients over the ranks
+        sums = sums_of_gradient(gradient, input, batch, ctx.eps)
+        of_bias, of_weight = sums.chunk(2)  # this rank's part: the engine sums parameters' gradients over the ranks
         of_input = None
         if ctx.needs_input_grad[0]:
             ctx.exchange.announce(Event.BACKWARD)
-            of_input = gradient_of_input(gradient, input, weight, batch, ctx.exchange.sum(mine), ctx.eps)
+            of_input = gradient_of_input(gradient, input, weight, batch, ctx.exchange.sum(sums), ctx.eps)
         needed = zip((of_weight, of_bias), ctx.dtypes, ctx.needs_input_grad[1:3], strict=True)
         of_parameters = [part.to(dtype) if is_needed else None for part, dtype, is_needed in needed]
         return of_input, *of_parameters, None, None, None
@@ -412,10 +412,10 @@ class SyncBatchNorm(TorchSyncBatchNorm):
         zeros = torch.zeros(2 * self.num_features, dtype=widest_dtype(device), device=device)
         StatisticsExchange(self, group).sum(zeros)
 
-    def _take_part(self, exchange: StatisticsExchange, mine: Tensor, num_here: int, *, tracked: bool) -> Statistics:
+    def _take_part(self, exchange: StatisticsExchange, sums: Tensor, num_here: int, *, tracked: bool) -> Statistics:
         """Update the running statistics; return those of the whole batch. Collective: every rank."""
-        exchange.compare_channels(self.num_features, mine.device)
-        batch = merge(exchange.gather(mine))
+        exchange.compare_channels(self.num_features, sums.device)
+        batch = merge(exchange.gather(sums))
         if num_here <= 1:  # otherwise there are enough; reading the total would make the host wait for a GPU
             num_in_all = int(batch.total)
             if num_in_all == 1:
@@ -460,15 +460,15 @@ class SyncBatchNorm(TorchSyncBatchNorm):
 
 
 def _convert(
-    module: nn.Module, to: type[nn.SyncBatchNorm], group: Group | None, name: str, done: dict[nn.Module, nn.Module]
+    module: nn.Module, to: type[nn.SyncBatchNorm], group: Group | None, name: str, converted: dict[nn.Module, nn.Module]
 ) -> nn.Module:
-    if module in done:  # a layer that the model contains twice stays one layer
-        return done[module]
+    if module in converted:  # a layer that the model contains twice stays one layer
+        return converted[module]
     new = _layer_like(module, to, group, name or "the layer") if isinstance(module, BatchNorm) else module
-    done[module] = done[new] = new
+    converted[module] = converted[new] = new
     for child_name, child in submodules(module).items():
         if child is not None:
-            submodules(new)[child_name] = _convert(child, to, group, f"{name}.{child_name}".lstrip("."), done)
+            submodules(new)[child_name] = _convert(child, to, group, f"{name}.{child_name}".lstrip("."), converted)
     return new
 
 

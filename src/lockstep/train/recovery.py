@@ -214,7 +214,7 @@ class Recovery:
             ReplicasDiffer: After a recovery, the parts differ between ranks.
         """
         if self._membership is not None:
-            self._membership.arrive(self.step)
+            self._membership.join(self.step)
             self._counts = [activity.now.num_steps, num_recorded()]
             for snapshot in self._kept:
                 snapshot.keep()
@@ -237,7 +237,7 @@ class Recovery:
             self._rejoin()
         finally:
             if self._membership is not None:
-                self._membership.depart()
+                self._membership.leave()
 
     def _is_of_lost_rank(self, error: Exception) -> bool:
         """Return whether a generation is there that makes up for a lost rank; wait for it if the error tells of one."""

@@ -76,7 +76,7 @@ def test_what_differs_is_found_in_a_tensor():
     one = torch.zeros(2, 3)
     other = one.clone()
     other[1, 0] = 2.0
-    found = partial(describe_difference, here="here", there="there")
+    found = partial(describe_difference, first_name="here", second_name="there")
     assert found(other, one) == (
         "1 of its 6 elements differs, by one bit: the first at [1, 0] is 2.0 here and 0.0 there."
     )

@@ -21,31 +21,31 @@ NEW_NAMES = {
     "alltoall_base": "all_to_all_single",
 }
 _Wanted = Callable[[Sequence[Tensor], int], Sequence[Sequence[Tensor]]]
-_alike: _Wanted = lambda ones, size: [[ones[0]] * len(ones)]  # noqa: E731
-_each: _Wanted = lambda ones, size: [[one] for one in ones]  # noqa: E731
+_like_first: _Wanted = lambda singles, size: [[singles[0]] * len(singles)]  # noqa: E731
+_like_itself: _Wanted = lambda singles, size: [[single] for single in singles]  # noqa: E731
 _TENSORS, _PAIR = ("tensor",), ("output", "input")
 # By call: what torch calls its data, without endings; the options; and what its lists are compared with. That is made
-# of its ``ones``: the outputs or inputs that have no tensor for each rank, or all its tensors.
+# of its ``singles``: the outputs or inputs that have no tensor for each rank, or all its tensors.
 _SIGNATURES: dict[str, tuple[Sequence[str], Any, _Wanted]] = {
-    "allreduce": (_TENSORS, _c10d.AllreduceOptions, _alike),
-    "allreduce_coalesced": (_TENSORS, _c10d.AllreduceCoalescedOptions, _alike),
-    "broadcast": (_TENSORS, _c10d.BroadcastOptions, _alike),
-    "reduce": (_TENSORS, _c10d.ReduceOptions, _alike),
-    "gather": (_PAIR, _c10d.GatherOptions, lambda ones, size: [[*ones] * size]),
-    "scatter": (_PAIR, _c10d.ScatterOptions, lambda ones, size: [[*ones] * size]),
-    "allgather": (_PAIR, _c10d.AllgatherOptions, lambda ones, size: [[*ones] * size] * len(ones)),
-    "allgather_coalesced": (_PAIR, _c10d.AllgatherOptions, lambda ones, size: [ones] * size),
-    "all_gather_single": (_PAIR, _c10d.AllgatherOptions, _each),
-    "all_gather_single_coalesced": (_PAIR, _c10d.AllgatherOptions, _each),
-    "reduce_scatter": (_PAIR, _c10d.ReduceScatterOptions, lambda ones, size: [[one] * size for one in ones]),
-    "reduce_scatter_single": (_PAIR, _c10d.ReduceScatterOptions, _each),
-    "reduce_scatter_single_coalesced": (_PAIR, _c10d.ReduceScatterOptions, _each),
-    "alltoall": (_PAIR, _c10d.AllToAllOptions, lambda ones, size: [[ones[0]] * size] * 2),
-    "all_to_all_single": ((*_PAIR, "output_split", "input_split"), _c10d.AllToAllOptions, _each),
-    "barrier": ((), _c10d.BarrierOptions, _each),
-    "send": (("tensor", "dst", "tag"), None, _alike),
-    "recv": (("tensor", "src", "tag"), None, _alike),
-    "recv_anysource": (("tensor", "tag"), None, _alike),
+    "allreduce": (_TENSORS, _c10d.AllreduceOptions, _like_first),
+    "allreduce_coalesced": (_TENSORS, _c10d.AllreduceCoalescedOptions, _like_first),
+    "broadcast": (_TENSORS, _c10d.BroadcastOptions, _like_first),
+    "reduce": (_TENSORS, _c10d.ReduceOptions, _like_first),
+    "gather": (_PAIR, _c10d.GatherOptions, lambda singles, size: [[*singles] * size]),
+    "scatter": (_PAIR, _c10d.ScatterOptions, lambda singles, size: [[*singles] * size]),
+    "allgather": (_PAIR, _c10d.AllgatherOptions, lambda singles, size: [[*singles] * size] * len(singles)),
+    "allgather_coalesced": (_PAIR, _c10d.AllgatherOptions, lambda singles, size: [singles] * size),
+    "all_gather_single": (_PAIR, _c10d.AllgatherOptions, _like_itself),
+    "all_gather_single_coalesced": (_PAIR, _c10d.AllgatherOptions, _like_itself),
+    "reduce_scatter": (_PAIR, _c10d.ReduceScatterOptions, lambda singles, size: [[item] * size for item in singles]),
+    "reduce_scatter_single": (_PAIR, _c10d.ReduceScatterOptions, _like_itself),
+    "reduce_scatter_single_coalesced": (_PAIR, _c10d.ReduceScatterOptions, _like_itself),
+    "alltoall": (_PAIR, _c10d.AllToAllOptions, lambda singles, size: [[singles[0]] * size] * 2),
+    "all_to_all_single": ((*_PAIR, "output_split", "input_split"), _c10d.AllToAllOptions, _like_itself),
+    "barrier": ((), _c10d.BarrierOptions, _like_itself),
+    "send": (("tensor", "dst", "tag"), None, _like_first),
+    "recv": (("tensor", "src", "tag"), None, _like_first),
+    "recv_anysource": (("tensor", "tag"), None, _like_first),
 }
 _ANY_SIZES = ("allreduce_coalesced", "alltoall", "all_to_all_single")
 CALLS = (*_SIGNATURES, *NEW_NAMES)
@@ -53,7 +53,7 @@ CALLS = (*_SIGNATURES, *NEW_NAMES)
 _FIELDS = {"root": "rootRank", "op": "reduceOp", "timeout": "timeout"}
 
 
-def bind(call: str, args: Sequence[Any], given: dict[str, Any]) -> tuple[list[Any], Any]:
+def bind(call: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
     """Return a call's data, as lists, and its options (None: it has none), whichever of torch's overloads is used.
 
     Raises:
@@ -61,21 +61,21 @@ def bind(call: str, args: Sequence[Any], given: dict[str, Any]) -> tuple[list[An
     """
     call = NEW_NAMES.get(call, call)
     names, options, _ = _SIGNATURES[call]
-    data, rest = list(args[: len(names)]), list(args[len(names) :])
+    data, extra = list(args[: len(names)]), list(args[len(names) :])
     for name in names[len(data) :]:
-        data += [given.pop(key) for key in sorted(given) if key.startswith(name)][:1]
-    opts = rest.pop(0) if options and rest and isinstance(rest[0], options) else given.pop("opts", None)
+        data += [kwargs.pop(key) for key in sorted(kwargs) if key.startswith(name)][:1]
+    opts = extra.pop(0) if options and extra and isinstance(extra[0], options) else kwargs.pop("opts", None)
     opts = options() if opts is None and options else opts
-    if rest or given or len(data) < len(names):
+    if extra or kwargs or len(data) < len(names):
         settings = {name: field for name, field in _FIELDS.items() if hasattr(opts, field)}
-        given.update(zip(settings, rest, strict=False))
-        if len(data) < len(names) or len(rest) > len(settings) or not given.keys() <= settings.keys():
-            raise TypeError(f"{call}() takes {(*names, 'opts', *settings)}; got also or not all: {rest} {given}")
-        for name in [each for each in given if given[each] is not None]:  # None is torch's default for a timeout
-            setattr(opts, settings[name], given[name])
+        kwargs.update(zip(settings, extra, strict=False))
+        if len(data) < len(names) or len(extra) > len(settings) or not kwargs.keys() <= settings.keys():
+            raise TypeError(f"{call}() takes {(*names, 'opts', *settings)}; got also or not all: {extra} {kwargs}")
+        for name in [name for name in kwargs if kwargs[name] is not None]:  # None is torch's default for a timeout
+            setattr(opts, settings[name], kwargs[name])
     # Of the lists in an overload with one tensor, the other one is a row for this tensor.
-    if "single" not in call and any(isinstance(each, Tensor) for each in data):
-        data = [each if isinstance(each, int) else [each] for each in data]
+    if "single" not in call and any(isinstance(argument, Tensor) for argument in data):
+        data = [argument if isinstance(argument, int) else [argument] for argument in data]
     return data, opts
 
 
@@ -98,45 +98,45 @@ def _problems(call: str, data: Sequence[Any], opts: Any, rank: int, size: int) -
         yield f"invalid root rank or peer {root}: this group has ranks 0 to {size - 1}"
     if call in ("broadcast", "reduce") and not 0 <= opts.rootTensor < len(data[0]):
         yield f"invalid root tensor {opts.rootTensor} of {len(data[0])}"
-    ones, lists, one, many = data[0] if data else [], data[:1], "", ""
+    singles, lists, single_side, side = data[0] if data else [], data[:1], "", ""
     if "scatter" in call:
-        ones, lists, one, many = *data, "output ", "input "
+        singles, lists, single_side, side = *data, "output ", "input "
     elif "gather" in call or "all_to_all" in call:
-        lists, ones, many, one = *data[:2], "output ", "input "
+        lists, singles, side, single_side = *data[:2], "output ", "input "
     if is_flat := "single" in call or not data:
-        ones, lists = ([each] if isinstance(each, Tensor) else each for each in (ones, lists))
-        lists = [[each] for each in lists]
+        singles, lists = ([tensors] if isinstance(tensors, Tensor) else tensors for tensors in (singles, lists))
+        lists = [[tensor] for tensor in lists]
     has_root = call in ("gather", "scatter")
     length = "a single-element" if has_root or call in ("reduce", "send", "recv", "recv_anysource") else "non-empty"
-    if not (ones or is_flat) or (len(ones) > 1 and length != "non-empty"):
-        yield f"requires {length} {one}tensor list; it has {len(ones)}"
-    wanted, count = _SIGNATURES[call][2](ones, size), "requires input/output tensor lists to have the same length"
+    if not (singles or is_flat) or (len(singles) > 1 and length != "non-empty"):
+        yield f"requires {length} {single_side}tensor list; it has {len(singles)}"
+    wanted, count = _SIGNATURES[call][2](singles, size), "requires input/output tensor lists to have the same length"
     if has_root and rank != root:
-        lists, wanted, count = [row for row in lists if row], [], f"requires empty {many}on non-root"
+        lists, wanted, count = [row for row in lists if row], [], f"requires empty {side}on non-root"
     elif has_root:
-        count = f"requires {length} {many}list"
+        count = f"requires {length} {side}list"
     elif call == "allgather_coalesced":
         count = "output lists should be equal to world size"
     elif call == "alltoall":
         lists = data
     if len(lists) != len(wanted):
         yield f"{count}; there are {len(lists)} instead of {len(wanted)}"
-    layout = torch.sparse_coo if call == "allreduce" and ones[0].is_sparse else torch.strided
+    layout = torch.sparse_coo if call == "allreduce" and singles[0].is_sparse else torch.strided
     if layout == torch.sparse_coo and "SUM" not in str(operation_of(opts)):
         yield "unsupported reduction operation: sparse tensors can only be summed"
-    for index, tensor in enumerate((*ones, *chain.from_iterable(lists))):
+    for index, tensor in enumerate((*singles, *chain.from_iterable(lists))):
         if not tensor.is_cpu:
             yield f"shm moves only CPU tensors; use init_process_group('cpu:gloo,{tensor.device.type}:...')"
         if tensor.layout != layout:
             yield f"invalid tensor layout at index {index}: unsupported layout {tensor.layout}, expected {layout}"
     for number, (row, likes) in enumerate(zip(lists, wanted, strict=True)):
         if len(row) != len(likes):
-            sizes = f"Incorrect {many}list size {len(row)}. {many.capitalize()}list size should be {len(likes)}"
-            yield f"invalid {many}tensor list at index {number}. {sizes}"
+            sizes = f"Incorrect {side}list size {len(row)}. {side.capitalize()}list size should be {len(likes)}"
+            yield f"invalid {side}tensor list at index {number}. {sizes}"
         for index, (tensor, like) in enumerate(zip(row, likes, strict=True)):
             if tensor.dtype != like.dtype:
                 yield f"invalid tensor type at index {index}: tensors must all have the same type ({like.dtype})"
             # A flat tensor with a part for each rank may have any shape.
             has, needs = (tensor.numel(), like.numel() * size) if is_flat else (tuple(tensor.shape), tuple(like.shape))
             if has != needs and not (call in _ANY_SIZES or (call == "reduce_scatter" and index != rank)):
-                yield f"invalid tensor size: invalid size of {many}tensor at index {index} ({has}, not {needs})"
+                yield f"invalid tensor size: invalid size of {side}tensor at index {index} ({has}, not {needs})"

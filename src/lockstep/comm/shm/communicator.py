@@ -133,8 +133,8 @@ def describe(call: CallRecord) -> str:
         return f"{name}({REDUCTIONS[call.op]}) of {call.extent} {dtype}{to}"
     if kind == Kind.REDUCE_SCATTER:
         return f"{name}({REDUCTIONS[call.op]}) of {dtype}"
-    what = "" if kind == Kind.BARRIER else f" of {dtype}"
-    return f"{name}{what}" + (f" from or to rank {call.root} of the group" if call.root >= 0 else "")
+    dtype_text = "" if kind == Kind.BARRIER else f" of {dtype}"
+    return f"{name}{dtype_text}" + (f" from or to rank {call.root} of the group" if call.root >= 0 else "")
 
 
 @cache
@@ -146,20 +146,20 @@ def reduction_of(op: Any, dtype: torch.dtype) -> int:
     """
     name = str(op).rpartition(".")[2].lower()
     if dtype == torch.bool:
-        known = _LOGICAL
+        operations = _LOGICAL
     elif dtype.is_complex:
-        known = {each: each for each in ("sum", "avg")}
+        operations = {operation: operation for operation in ("sum", "avg")}
     elif dtype not in NUMBERS:
         raise ConfigurationError(
             f"The backend shm cannot reduce {dtype} tensors, only move them.\nConvert them before the call."
         )
     else:
-        known = {each: each for each in REDUCTIONS if each[0] != "b" or not dtype.is_floating_point}
-    if name not in known:
+        operations = {key: key for key in REDUCTIONS if key[0] != "b" or not dtype.is_floating_point}
+    if name not in operations:
         raise ConfigurationError(
-            f"The backend shm has no ReduceOp.{name.upper()} for {dtype}.\nIt has: {', '.join(known).upper()}."
+            f"The backend shm has no ReduceOp.{name.upper()} for {dtype}.\nIt has: {', '.join(operations).upper()}."
         )
-    return REDUCTIONS.index(known[name])
+    return REDUCTIONS.index(operations[name])
 
 
 def as_numbers(tensor: Tensor) -> Tensor:
@@ -262,58 +262,58 @@ class Communicator:
             error, self._signal = self._signal, None
             self.give_up(CollectiveError(f"Rank {self.ranks[self.rank]} was interrupted in {operation} on shm."))
             raise error
-        found = self._error_of(code, f"Rank {self.ranks[self.rank]} in {operation} on shm", timeout_s)
-        self.give_up(found)
-        raise found
+        failure = self._error_of(code, f"Rank {self.ranks[self.rank]} in {operation} on shm", timeout_s)
+        self.give_up(failure)
+        raise failure
 
-    def _error_of(self, code: int, where: str, timeout_s: float) -> CollectiveError:
+    def _error_of(self, code: int, caller: str, timeout_s: float) -> CollectiveError:
         """Return the error for the library's return code; it names the ranks by their number in the whole job."""
         if code == STOPPED:
-            return CollectiveError(f"{where}: the group was closed in this process meanwhile.")
+            return CollectiveError(f"{caller}: the group was closed in this process meanwhile.")
         if code == TIMED_OUT:
             # A bit for each missing rank, by its rank in this group.
             missing = self.native.lockstep_missing(self.handle)
             names = ", ".join(str(rank) for index, rank in enumerate(self.ranks) if missing >> index & 1)
             return CollectiveError(
-                f"{where} waited {timeout_s:g} s for rank {names}.\n"
+                f"{caller} waited {timeout_s:g} s for rank {names}.\n"
                 "That process is running, but is stopped, stuck or slow, or does not call as many collectives as the "
                 "others. If it is only slow, pass a longer timeout when you create the group."
             )
         index = self.native.lockstep_failed_rank(self.handle)
         if code != MISMATCH:
-            return self.peer_failure(code, where, index)
+            return self.peer_failure(code, caller, index)
         rank = self.ranks[index]
-        mine, theirs = (describe(self.native.lockstep_call_of(self.handle, r).contents) for r in (self.rank, index))
-        if mine == theirs:
+        local, remote = (describe(self.native.lockstep_call_of(self.handle, r).contents) for r in (self.rank, index))
+        if local == remote:
             return CollectiveError(
-                f"{where}: rank {rank} sends a number of bytes that does not match this rank's buffer.\n"
+                f"{caller}: rank {rank} sends a number of bytes that does not match this rank's buffer.\n"
                 "The tensors must have the same shapes and dtypes on all ranks."
             )
         advice = "".join(
             f"\nThis {call} may be {hint}"
             for call, hint in _HINTS.items()
-            if any(each.startswith(call) for each in (mine, theirs))
+            if any(text.startswith(call) for text in (local, remote))
         )
         return CollectiveError(
-            f"{where}: the ranks call different collectives. This rank calls {mine}; rank {rank} calls {theirs}.\n"
+            f"{caller}: the ranks call different collectives. This rank calls {local}; rank {rank} calls {remote}.\n"
             f"All ranks must call the same collectives in the same order, with the same shapes and dtypes.{advice}"
         )
 
-    def peer_failure(self, code: int, where: str, index: int) -> CollectiveError:
+    def peer_failure(self, code: int, caller: str, index: int) -> CollectiveError:
         """Return the error about rank ``index`` of the group, which will not take part any more."""
         rank = self.ranks[index]
         if code == DIED:
             return CollectiveError(
-                f"{where} waited for rank {rank}, whose process has ended.\n"
+                f"{caller} waited for rank {rank}, whose process has ended.\n"
                 f"It was killed, or failed first: look at the output of rank {rank}."
             )
         if code == WENT:
             return CollectiveError(
-                f"{where} waited for rank {rank}, which has left the group.\n"
+                f"{caller} waited for rank {rank}, which has left the group.\n"
                 "It destroyed its process group before this call; all ranks must call the same collectives."
             )
         reason = (self.native.lockstep_reason(self.handle, index) or b"").decode(errors="replace")
-        return CollectiveError(f"{where} waited for rank {rank}, which gave up:\n{reason}")
+        return CollectiveError(f"{caller} waited for rank {rank}, which gave up:\n{reason}")
 
     def give_up(self, reason: LockstepError) -> None:
         """Report to the other ranks that this one will not take part any more, and why."""

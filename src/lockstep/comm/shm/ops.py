@@ -84,16 +84,16 @@ class SharedBuffers:
         start = segment.address + self._rank * share_bytes
         # A weak reference: the mapping must be freed with the last tensor in it.
         memory = weakref.ref(segment.memory)
-        self._allocations = [known for known in self._allocations if known.memory() is not None]
+        self._allocations = [allocation for allocation in self._allocations if allocation.memory() is not None]
         self._allocations.append(_Allocation(self._num_made, start, start + share_bytes, parts, memory))
         self._num_made += 1
 
     def find(self, tensor: Tensor) -> BufferLocation:
         """Return where a contiguous tensor lies."""
         address = tensor.data_ptr()
-        for known in self._allocations:
-            if known.start <= address < known.end and known.memory() is not None:
-                return known.number, address - known.start, known.parts
+        for allocation in self._allocations:
+            if allocation.start <= address < allocation.end and allocation.memory() is not None:
+                return allocation.number, address - allocation.start, allocation.parts
         return PRIVATE_MEMORY
 
 
@@ -179,8 +179,8 @@ def copy_back(data: Tensor, tensor: Tensor) -> None:
     """Write what `contiguous` returned back into the tensor, if it was a copy."""
     if data.data_ptr() != tensor.data_ptr() or data.stride() != tensor.stride():
         # The elements of an expanded tensor share memory, which torch writes to only through one of them.
-        where = tuple(slice(1 if step == 0 else None) for step in tensor.stride())
-        tensor.detach()[where].copy_(data[where])
+        elements = tuple(slice(1 if step == 0 else None) for step in tensor.stride())
+        tensor.detach()[elements].copy_(data[elements])
 
 
 def _pointers(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
@@ -267,9 +267,9 @@ class ShmOps:
                 if have_all_begun:
                     call(c.REST)
                     return ENDED
-            rest = ShmWork(name, self.queue, partial(call, c.REST), tensors)
-            self.queue.add(rest, is_async=True)
-            return rest
+            work = ShmWork(name, self.queue, partial(call, c.REST), tensors)
+            self.queue.add(work, is_async=True)
+            return work
         finally:
             self.queue.end_turn()
 
@@ -323,8 +323,8 @@ class ShmOps:
             # Copied now, not when it was called: this call may read the result of the call before.
             staged = [contiguous(tensor) for tensor in tensors]
             # One memory may be in the list twice: each is the reduction of what was there before the call.
-            if len({each.untyped_storage().data_ptr() for each in staged}) < len(staged):
-                staged = [each.clone() for each in staged]
+            if len({tensor.untyped_storage().data_ptr() for tensor in staged}) < len(staged):
+                staged = [tensor.clone() for tensor in staged]
             for data, number in zip(map(c.as_numbers, staged), numbers, strict=True):
                 dtype, location = c.NUMBERS[data.dtype], self.buffers.find(data)
                 function = self.comm.native.lockstep_all_reduce
@@ -337,17 +337,17 @@ class ShmOps:
     def _sum_sparse(self, tensor: Tensor, call: NativeCall) -> None:
         """Replace a sparse tensor by its sum over all ranks: gather all indices and values, and add them up."""
         # Each rank has different rows of an embedding, and a different number of them.
-        mine = tensor.detach().coalesce()
-        count = torch.tensor([nnz(mine)], device="cpu")
-        lengths = [int(each) for each in self._gather(call, count, [1] * self.size)]
-        indices = self._gather(call, indices_of(mine).t().contiguous(), lengths)
-        values = self._gather(call, values_of(mine).contiguous(), lengths)
+        own_sparse = tensor.detach().coalesce()
+        count = torch.tensor([nnz(own_sparse)], device="cpu")
+        lengths = [int(length) for length in self._gather(call, count, [1] * self.size)]
+        indices = self._gather(call, indices_of(own_sparse).t().contiguous(), lengths)
+        values = self._gather(call, values_of(own_sparse).contiguous(), lengths)
         total = torch.sparse_coo_tensor(torch.cat(indices).t(), torch.cat(values), tensor.shape, check_invariants=False)
         tensor.copy_(total.coalesce())
 
-    def _gather(self, call: NativeCall, mine: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-        outputs = [mine.new_empty((length, *mine.shape[1:])) for length in lengths]
-        self._exchange(call, Kind.ALL_GATHER, [mine] * self.size, outputs, same=True)
+    def _gather(self, call: NativeCall, own_rows: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+        outputs = [own_rows.new_empty((length, *own_rows.shape[1:])) for length in lengths]
+        self._exchange(call, Kind.ALL_GATHER, [own_rows] * self.size, outputs, same=True)
         return outputs
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> ShmWork:
@@ -356,7 +356,7 @@ class ShmOps:
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> ShmWork:
         """Fill each output with this rank's part of the reduced input. Collective: every rank."""
-        return self._reduce_scatter(outputs, lambda i: self._cut(contiguous(inputs[i]), own=outputs[i]), opts)
+        return self._reduce_scatter(outputs, lambda i: self._cut(contiguous(inputs[i]), own_part=outputs[i]), opts)
 
     def reduce_scatter_single(
         self, output: Tensor, tensor: Tensor, opts: Any = None, pieces: Pieces | None = None
@@ -367,7 +367,7 @@ class ShmOps:
         """
         if pieces is None:
             return self.reduce_scatter_single_coalesced([output], [tensor], opts)
-        parts, location = self._cut(tensor, own=output)
+        parts, location = self._cut(tensor, own_part=output)
         counts = (ctypes.c_uint64 * self.size)(*[output.numel()] * self.size)
         result = output.data_ptr(), c.NUMBERS[output.dtype], c.reduction_of(c.operation_of(opts), output.dtype)
         arguments = (_pointers(parts), counts, *result, *location, *_for_c(pieces))
@@ -395,12 +395,12 @@ class ShmOps:
 
         return self.submit("reduce_scatter", action, outputs, opts)
 
-    def _cut(self, whole: Tensor, *, own: Tensor) -> tuple[list[Tensor], BufferLocation]:
-        """Return a contiguous tensor's piece for each rank; and its location, if ``own`` is this rank's piece."""
-        parts = list(whole.view(-1).split([own.numel()] * self.size))
+    def _cut(self, flat: Tensor, *, own_part: Tensor) -> tuple[list[Tensor], BufferLocation]:
+        """Return a contiguous tensor's piece for each rank; and its location, if ``own_part`` is this rank's piece."""
+        parts = list(flat.view(-1).split([own_part.numel()] * self.size))
         # Only in this case nothing needs to be copied.
-        in_place = parts[self.rank].data_ptr() == own.data_ptr()
-        return parts, self.buffers.find(whole) if in_place else PRIVATE_MEMORY
+        in_place = parts[self.rank].data_ptr() == own_part.data_ptr()
+        return parts, self.buffers.find(flat) if in_place else PRIVATE_MEMORY
 
     # --- Data movement
 
@@ -432,7 +432,7 @@ class ShmOps:
             if tensor is not None:
                 copy_back(staged[id(tensor)], tensor)
 
-    def _move(
+    def _post(
         self, kind: Kind, rows: Sequence[_Row], outputs: Sequence[Any], opts: Any, *, root: int = -1, same: bool = False
     ) -> ShmWork:
         """Queue an exchange for each row: what this rank sends to each rank, and what it receives from each."""
@@ -450,8 +450,8 @@ class ShmOps:
     def broadcast(self, tensors: Tensors, opts: Any) -> ShmWork:
         """Overwrite all tensors with number ``opts.rootTensor`` of rank ``opts.rootRank``. Collective: every rank."""
         root, sent = opts.rootRank, tensors[opts.rootTensor]
-        return self._move(
-            Kind.BROADCAST, [self._from_root(sent, root, each) for each in tensors], tensors, opts, root=root, same=True
+        return self._post(
+            Kind.BROADCAST, [self._from_root(sent, root, out) for out in tensors], tensors, opts, root=root, same=True
         )
 
     def _from_root(self, sent: Tensor, root: int, received: Tensor) -> _Row:
@@ -466,12 +466,12 @@ class ShmOps:
         # With several inputs, c10d fills each row with all of them, those of one rank side by side.
         count = len(inputs)
         rows = [([inputs[i]] * self.size, row[i::count]) for row in outputs for i in range(count)]
-        return self._move(Kind.ALL_GATHER, rows, outputs[0] if count == 1 else outputs, opts, same=True)
+        return self._post(Kind.ALL_GATHER, rows, outputs[0] if count == 1 else outputs, opts, same=True)
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> ShmWork:
         """Fill ``outputs[r][i]`` with ``inputs[i]`` of rank r. Collective: every rank."""
         rows = [([tensor] * self.size, row) for tensor, row in zip(inputs, zip(*outputs, strict=True), strict=True)]
-        return self._move(Kind.ALL_GATHER, rows, outputs, opts, same=True)
+        return self._post(Kind.ALL_GATHER, rows, outputs, opts, same=True)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> ShmWork:
         """Fill each output with every rank's input, in the order of ranks. Collective: every rank."""
@@ -479,10 +479,10 @@ class ShmOps:
 
         def action(call: NativeCall) -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
-                whole = contiguous(output)
-                parts, location = self._cut(whole, own=tensor)
+                flat = contiguous(output)
+                parts, location = self._cut(flat, own_part=tensor)
                 self._exchange(call, Kind.ALL_GATHER, [tensor] * size, parts, same=True, location=location)
-                copy_back(whole, output)
+                copy_back(flat, output)
 
         return self.submit("all_gather", action, outputs, opts)
 
@@ -492,14 +492,14 @@ class ShmOps:
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> ShmWork:
         """Send ``inputs[r]`` to rank r and fill ``outputs[r]`` from it. Collective: every rank."""
-        return self._move(Kind.ALL_TO_ALL, [(inputs, outputs)], outputs, opts)
+        return self._post(Kind.ALL_TO_ALL, [(inputs, outputs)], outputs, opts)
 
     def all_to_all_single(
         self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any
     ) -> ShmWork:
         """Send parts of ``tensor``, cut along its first dimension, and fill ``output``. Collective: every rank."""
         sends, receives = self._split(tensor, input_splits), self._split(output, output_splits)
-        return self._move(Kind.ALL_TO_ALL, [(sends, receives)], [output], opts)
+        return self._post(Kind.ALL_TO_ALL, [(sends, receives)], [output], opts)
 
     def _split(self, tensor: Tensor, splits: Sequence[int]) -> Tensors:
         """Return each rank's part of ``tensor``, which is cut by rows."""
@@ -518,17 +518,17 @@ class ShmOps:
         """Fill rank ``opts.rootRank``'s ``outputs[0]`` with every rank's input. Collective: every rank."""
         root = opts.rootRank
         targets = list(outputs[0]) if self.rank == root else self._nothing
-        return self._move(Kind.GATHER, [(self._only(inputs[0], root), targets)], targets, opts, root=root, same=True)
+        return self._post(Kind.GATHER, [(self._only(inputs[0], root), targets)], targets, opts, root=root, same=True)
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> ShmWork:
         """Fill ``outputs[0]`` with rank ``opts.rootRank``'s ``inputs[0][this rank]``. Collective: every rank."""
         root = opts.rootRank
         sources = inputs[0] if self.rank == root else self._nothing
-        return self._move(Kind.SCATTER, [(sources, self._only(outputs[0], root))], outputs, opts, root=root)
+        return self._post(Kind.SCATTER, [(sources, self._only(outputs[0], root))], outputs, opts, root=root)
 
     def barrier(self, opts: Any = None) -> ShmWork:
         """Wait for all ranks. Collective: every rank."""
-        return self._move(Kind.BARRIER, [(self._nothing, self._nothing)], [], opts)
+        return self._post(Kind.BARRIER, [(self._nothing, self._nothing)], [], opts)
 
     # --- Memory that all ranks map
 
@@ -537,9 +537,9 @@ class ShmOps:
 
         Collective: every rank, with the same shape and dtype. Blocks until all ranks have called it.
         """
-        made: list[Tensor] = []
-        self.submit("empty_shared", lambda call: made.append(self._allocate(call, sizes, dtype)), made).wait()
-        return made[0]
+        tensors: list[Tensor] = []
+        self.submit("empty_shared", lambda call: tensors.append(self._allocate(call, sizes, dtype)), tensors).wait()
+        return tensors[0]
 
     def _allocate(self, call: NativeCall, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         share_bytes = _whole_pages(math.prod(sizes) * dtype.itemsize)
@@ -557,17 +557,17 @@ class ShmOps:
 
         Collective: every rank, with the same arguments. Blocks until all ranks have called it.
         """
-        made: list[CommonMemory | None] = []
+        memories: list[CommonMemory | None] = []
 
         def make(call: NativeCall) -> None:
             segment = self._share(call, _whole_pages(numel * dtype.itemsize))
             if segment is not None:
                 memory = CommonMemory(segment, numel, dtype)
                 segment.close_file()
-                made.append(None if self._object(call, memory.objection()) else memory)
+                memories.append(None if self._object(call, memory.objection()) else memory)
 
         self.submit("common_memory", make, []).wait()
-        return made[0] if made else None
+        return memories[0] if memories else None
 
     def _share(self, call: NativeCall, num_bytes: int) -> Segment | None:
         """Return memory that all ranks have mapped; None if a rank has no room."""

@@ -52,7 +52,7 @@ class CpuProcessGroup(dist.ProcessGroup):
         """Make calls on this group fail, also those that other threads are in. Does not block."""
         raise NotImplementedError
 
-    def _dispatch(self, call: str, data: list[Any], opts: Any, **more: Any) -> Any:
+    def _dispatch(self, call: str, data: list[Any], opts: Any, **settings: Any) -> Any:
         """Run the operation that c10d calls ``call``; `bind` returned its arguments."""
         raise NotImplementedError
 
@@ -119,9 +119,9 @@ class CpuProcessGroup(dist.ProcessGroup):
 
 
 def _method(call: str) -> Any:
-    def method(self: CpuProcessGroup, *args: Any, pieces: Pieces | None = None, **given: Any) -> Any:
+    def method(self: CpuProcessGroup, *args: Any, pieces: Pieces | None = None, **kwargs: Any) -> Any:
         activity.now.num_calls += 1
-        data, opts = bind(call, args, given)
+        data, opts = bind(call, args, kwargs)
         return self._dispatch(call, data, opts, **({} if pieces is None else {"pieces": pieces}))
 
     method.__name__ = call
@@ -144,7 +144,7 @@ class ShmProcessGroup(CpuProcessGroup):
         self._p2p = P2PEngine(comm)
         self._is_open = True
 
-    def allreduce(self, *args: Any, pieces: Pieces | None = None, **given: Any) -> Any:
+    def allreduce(self, *args: Any, pieces: Pieces | None = None, **kwargs: Any) -> Any:
         """Replace each tensor by its reduction over all ranks. Collective: every rank.
 
         The call that matters most for speed, with one CPU tensor that the caller will wait for, is made here at once,
@@ -153,7 +153,7 @@ class ShmProcessGroup(CpuProcessGroup):
         Args:
             args: Tensors and options, as c10d passes them.
             pieces: From an engine: what to fill the tensor with first.
-            given: Arguments by name, in every way that c10d allows.
+            kwargs: Arguments by name, in every way that c10d allows.
         """
         tensors, opts = args if len(args) == 2 else (None, None)
         is_awaited = pieces is not None or not getattr(opts, "asyncOp", True)
@@ -162,14 +162,14 @@ class ShmProcessGroup(CpuProcessGroup):
             if work is not None:  # else: calls are queued before it, or it needs a copy
                 activity.now.num_calls += 1
                 return work
-        return super().allreduce(*args, pieces=pieces, **given)  # type: ignore[call-overload]
+        return super().allreduce(*args, pieces=pieces, **kwargs)  # type: ignore[call-overload]
 
     @override
-    def _dispatch(self, call: str, data: list[Any], opts: Any, **more: Any) -> Any:
+    def _dispatch(self, call: str, data: list[Any], opts: Any, **settings: Any) -> Any:
         name = NEW_NAMES.get(call, call)
-        if not more:  # an engine that passes pieces has cut them itself
+        if not settings:  # an engine that passes pieces has cut them itself
             check(name, data, opts, self.comm.rank, self.comm.ranks)
-        return getattr(self.shm_ops, name)(*data, opts, **more) if opts else getattr(self._p2p, name)(*data)
+        return getattr(self.shm_ops, name)(*data, opts, **settings) if opts else getattr(self._p2p, name)(*data)
 
     @override
     def _set_default_timeout(self, timeout: timedelta) -> None:
@@ -309,8 +309,8 @@ class P2PEngine:
     def send(self, tensors: Sequence[Tensor], to: int, tag: int = 0) -> Transfer:
         """Send a tensor to rank ``to`` of the group."""
         self._comm.ensure_usable("send")
-        what = f"send to rank {self._comm.ranks[to]}"
-        transfer = Transfer(what, to, tag, tensors[0], self._comm.timeout_s, receives=False)
+        operation = f"send to rank {self._comm.ranks[to]}"
+        transfer = Transfer(operation, to, tag, tensors[0], self._comm.timeout_s, receives=False)
         with self._lock:
             self._sends.setdefault(to, deque()).append(transfer)
             self._wake()
@@ -319,8 +319,8 @@ class P2PEngine:
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> Transfer:
         """Receive a tensor from rank ``source`` of the group."""
         self._comm.ensure_usable("recv")
-        what = "recv from any rank" if source == ANY_SOURCE else f"recv from rank {self._comm.ranks[source]}"
-        transfer = Transfer(what, source, tag, tensors[0], self._comm.timeout_s, receives=True)
+        operation = "recv from any rank" if source == ANY_SOURCE else f"recv from rank {self._comm.ranks[source]}"
+        transfer = Transfer(operation, source, tag, tensors[0], self._comm.timeout_s, receives=True)
         with self._lock:
             self._receives.append(transfer)
             self._match()  # its message may have arrived already
@@ -335,7 +335,7 @@ class P2PEngine:
         """End the receives whose message has arrived. The lock is held."""
         for transfer in list(self._receives):
             peers = self._peers_of(transfer)
-            fits = (place for place, each in enumerate(self._messages) if each[0] in peers and each[1] == transfer.tag)
+            fits = (place for place, item in enumerate(self._messages) if item[0] in peers and item[1] == transfer.tag)
             place = next(fits, None)
             if place is None:
                 continue
@@ -419,7 +419,7 @@ class P2PEngine:
         """Read the ring from ``peer`` if a receive waits for it; return whether any byte was read."""
         buffer, moved = self._buffers[peer], False
         # A message stays in its ring, and its sender waits, until there is a receive from that rank.
-        while buffer.body is not None or any(peer in self._peers_of(each) for each in self._receives):
+        while buffer.body is not None or any(peer in self._peers_of(transfer) for transfer in self._receives):
             part = buffer.header if buffer.body is None else buffer.body
             moved |= part.move(self._comm.native.lockstep_ring_read, self._comm.handle, peer)
             if not part.is_done:
@@ -453,10 +453,10 @@ class P2PEngine:
 
     def _failure_of(self, transfer: Transfer) -> LockstepError | None:
         comm = self._comm
-        where = f"Rank {comm.ranks[comm.rank]} in {transfer.operation}"
+        caller = f"Rank {comm.ranks[comm.rank]} in {transfer.operation}"
         if time.monotonic() > transfer.deadline:
             return CollectiveError(
-                f"{where} waited {transfer.limit_s:g} s.\nThe other rank is stopped or stuck, or does not take part."
+                f"{caller} waited {transfer.limit_s:g} s.\nThe other rank is stopped or stuck, or does not take part."
             )
         from_any = transfer.peer == ANY_SOURCE
         for peer in self._peers_of(transfer):
@@ -466,7 +466,7 @@ class P2PEngine:
             # The peer may have sent between the last read of the ring and its end.
             if not from_any and self._pull(peer):
                 return None
-            return comm.peer_failure(code, where, peer)
+            return comm.peer_failure(code, caller, peer)
         return None
 
 

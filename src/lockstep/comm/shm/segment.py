@@ -93,8 +93,8 @@ def map_segment(offer: bytes) -> tuple[Segment | None, str]:
 
     If this process cannot open it, which belongs to another host, container or user: return None, and why.
     """
-    pid, theirs, num_bytes, token = _OFFER.unpack(offer)
-    path, fd = f"/proc/{pid}/fd/{theirs}", -1
+    pid, peer_fd, num_bytes, token = _OFFER.unpack(offer)
+    path, fd = f"/proc/{pid}/fd/{peer_fd}", -1
     reason = "not all ranks run on one host, in one container and as one user"
     try:
         if os.readlink(path).startswith("/memfd:lockstep"):

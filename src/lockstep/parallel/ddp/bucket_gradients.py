@@ -58,13 +58,13 @@ class FlatGradients:
         """Return the norm of all gradients together, a 0-dimensional tensor; does not block."""
         early, self._norms = self._norms if norm_type == 2.0 else {}, {}  # used only once: gradients may change
         norms: list[Tensor] = []
-        others = gradients_of(self._outside) if self._outside else []
+        gradients = gradients_of(self._outside) if self._outside else []
         for bucket in self._reducer.bucket_set.buckets:
             if bucket.holds_all:
                 norms.append(early[bucket] if bucket in early else flat_norm(bucket.gradients, norm_type))
             else:
-                others += gradients_of(bucket.parameters)
-        return combine_norms([*norms, *list_norms(others, norm_type)] if others else norms, norm_type)
+                gradients += gradients_of(bucket.parameters)
+        return combine_norms([*norms, *list_norms(gradients, norm_type)] if gradients else norms, norm_type)
 
     def is_finite(self, norm: Tensor) -> bool:
         """Return whether all gradients are finite. ``norm`` is their `norm` times a finite factor. Blocks."""
@@ -77,7 +77,7 @@ class FlatGradients:
     def reduced(self) -> list[Tensor]:
         """Return tensors that together hold the gradients in buckets, which are equal on every rank."""
         buckets = self._reducer.bucket_set.buckets
-        parts = ([each.gradients] if each.holds_all else gradients_of(each.parameters) for each in buckets)
+        parts = ([bucket.gradients] if bucket.holds_all else gradients_of(bucket.parameters) for bucket in buckets)
         return list(chain.from_iterable(parts))
 
     def multiply_(self, factor: Tensor) -> None:
@@ -133,7 +133,7 @@ class LocalGradientMonitor:
 
     def saw_nonfinite(self) -> bool:
         """Return whether a gradient was not finite. Blocks."""
-        return any(flag[0] for flag in self._flags) or any(not bool(each.isfinite()) for each in self._totals)
+        return any(flag[0] for flag in self._flags) or any(not bool(total.isfinite()) for total in self._totals)
 
 
 def refuse_nonfinite(buckets: BucketSet, is_here: bool, *, group: Group) -> NoReturn:
@@ -147,10 +147,10 @@ def refuse_nonfinite(buckets: BucketSet, is_here: bool, *, group: Group) -> NoRe
     named = zip(buckets.names, map(gradients_of, zip(buckets.parameters)), strict=True)
     first = next(name for name, gradient in named if not are_finite(gradient))
     everywhere = all_gather(torch.tensor([int(is_here)], device=buckets.device), group=group)
-    ranks = [rank for rank, each in enumerate(everywhere) if int(each)]
-    where = f" on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else ""
+    ranks = [rank for rank, flag in enumerate(everywhere) if int(flag)]
+    ranks_text = f" on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else ""
     raise NonFiniteGradient(
-        f"The gradient is not finite{where}: first that of parameter {first}.\n"
+        f"The gradient is not finite{ranks_text}: first that of parameter {first}.\n"
         "Look at the loss and the samples of this step there. To go on without the step, ask "
         "gradients_are_finite() and call optimizer.step() only if they are.",
         ranks=tuple(ranks),
@@ -198,7 +198,7 @@ class BucketOptimizer:
         """Handle an event of the reducer."""
         groups = self._optimizer.param_groups
         if kind is Event.BACKWARD:
-            self._left = {each: place for place, group in enumerate(groups) for each in group["params"]}
+            self._left = {parameter: place for place, group in enumerate(groups) for parameter in group["params"]}
             self._changed = {}
         elif kind is Event.REDUCED and bucket is not None:
             self._step(bucket.parameters)
@@ -209,7 +209,7 @@ class BucketOptimizer:
 
     def _step(self, parameters: Iterable[nn.Parameter]) -> None:
         """Step those of ``parameters`` that the optimizer has."""
-        optimizer, whole = self._optimizer, self._optimizer.param_groups
+        optimizer, groups = self._optimizer, self._optimizer.param_groups
         members: dict[int, list[nn.Parameter]] = {}
         for parameter in parameters:
             place = self._left.pop(parameter, None)
@@ -220,16 +220,16 @@ class BucketOptimizer:
         # The optimizer temporarily gets ``param_groups`` with only these parameters and copies of everything else. So
         # its state is not moved, schedulers do not notice, and a counter in a group advances only once, when the step
         # closes. An optimizer that treats each parameter separately gives the same bits as in one step over all.
-        parts = {place: {**whole[place], "params": part} for place, part in members.items()}
+        parts = {place: {**groups[place], "params": part} for place, part in members.items()}
         self._is_stepping = True
         optimizer.param_groups = list(parts.values())
         try:
             optimizer.step()
         finally:
             self._is_stepping = False
-            optimizer.param_groups = whole
+            optimizer.param_groups = groups
         for place, part in parts.items():
-            changed = {key: part[key] for key in part if key != "params" and part[key] is not whole[place].get(key)}
+            changed = {key: part[key] for key in part if key != "params" and part[key] is not groups[place].get(key)}
             self._changed.setdefault(place, {}).update(changed)
 
     def _refuse_others(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -78,14 +78,14 @@ def plan_buckets(
         num_closed[key] += 1
 
     for index in order:
-        each = parameters[index]
-        key = (each.dtype, each.device, each.deferred, index if each.sparse else None)  # each sparse one alone
+        param = parameters[index]
+        key = (param.dtype, param.device, param.deferred, index if param.sparse else None)  # each sparse one alone
         open_buckets[key].append(index)
-        size_bytes[key] += each.numel * each.dtype.itemsize
+        size_bytes[key] += param.numel * param.dtype.itemsize
         if size_bytes[key] >= caps_bytes[min(num_closed[key], len(caps_bytes) - 1)]:
             close(key)
-    for left in list(open_buckets):
-        close(left)
+    for open_key in list(open_buckets):
+        close(open_key)
     return tuple(spec for _, spec in sorted(finished, key=lambda item: item[0]))
 
 
@@ -245,20 +245,20 @@ class DenseBucket(_Members):
     ) -> None:
         super().__init__(spec, parameters, names)
         self._keep_held_gradients = keep_held_gradients
-        self.tail_start = padded_numel(sum(each.numel() for each in self.parameters), spec.dtype.itemsize, num_slices)
+        self.tail_start = padded_numel(sum(param.numel() for param in self.parameters), spec.dtype.itemsize, num_slices)
         self._message = tuple(message)
         self._own_tail = torch.tensor([1.0] * len(self.parameters) + list(message)).to(spec.device, spec.dtype)
         # C multiplies these two dtypes. Gradients of parameters that are not contiguous may have another layout.
         is_known = spec.dtype in (torch.float32, torch.float64)
-        self._may_wait = is_known and all(each.is_contiguous() for each in self.parameters)
+        self._may_wait = is_known and all(parameter.is_contiguous() for parameter in self.parameters)
         self.pieces: Pieces | None = None
-        self._large = {place for place, each in enumerate(self.parameters) if each.numel() >= _LARGE_NUMEL}
-        self._are_matrices = [each.dim() > 1 for each in self.parameters]
+        self._large = {place for place, parameter in enumerate(self.parameters) if parameter.numel() >= _LARGE_NUMEL}
+        self._are_matrices = [parameter.dim() > 1 for parameter in self.parameters]
         self._allocate(self.parameters, group)
 
     def _allocate(self, like: Sequence[Tensor], group: Group | None) -> None:
         """Allocate memory for gradients with the shapes and strides of ``like``."""
-        numel = sum(each.numel() for each in like)
+        numel = sum(tensor.numel() for tensor in like)
         size, dtype, device = self.tail_start + len(self._own_tail), self.spec.dtype, self.spec.device
         if group is None or group.size() == 1:
             self.payload = torch.zeros(size, dtype=dtype, device=device)
@@ -417,8 +417,8 @@ class DenseBucket(_Members):
             for parameter, view in pairs:
                 parameter.grad = view
         except RuntimeError as error:  # torch compares dtype, device and shape
-            was, now = (f"{tuple(each.shape)}, {each.dtype} on {each.device}" for each in (view, parameter))
-            place = next(place for place, each in enumerate(self.parameters) if each is parameter)
+            was, now = (f"{tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}" for tensor in (view, parameter))
+            place = next(place for place, member in enumerate(self.parameters) if member is parameter)
             raise LockstepError(
                 f"Parameter {self.names[place]} was {was} when it was wrapped, and is now {now}: the bucket cannot "
                 "hold its gradient.\n" + _REMEDY
@@ -451,7 +451,7 @@ class DenseBucket(_Members):
         """
         if not self.missing:  # only a rank without some gradient reads the tail
             return
-        counts = self._tail.real.tolist() if num_users is None else [num_users[each] for each in self.spec.parameters]
+        counts = self._tail.real.tolist() if num_users is None else [num_users[index] for index in self.spec.parameters]
         for place, previous in self.missing.items():
             view = self._views[place]
             if round(counts[place]):
@@ -622,10 +622,10 @@ class BucketSet:
                 continue
             if not torch_internals.will_execute(node):  # it runs for ``autograd.grad``, or ``backward(inputs=...)``
                 trained = filter(requires_grad, self.parameters)
-                return any(torch_internals.will_execute(get_gradient_edge(each).node) for each in trained)
+                return any(torch_internals.will_execute(get_gradient_edge(parameter).node) for parameter in trained)
             if id(getattr(node, "variable", None)) in self.index_of:
                 return True
-            new = dict.fromkeys(each for each in node.next_functions if each not in reached)
+            new = dict.fromkeys(successor for successor in node.next_functions if successor not in reached)
             reached |= new
             queue += new
         return True  # this rank's part of the model has no parameters, but other ranks' may have some
@@ -639,7 +639,7 @@ class BucketSet:
 
     def _make(self, specs: Sequence[BucketSpec], group: Group | None) -> list[Bucket]:
         kinds = SparseBucket, partial(self._new_dense, group=group)
-        buckets: list[Bucket] = [kinds[not each.sparse](each, self.parameters, self.names) for each in specs]
+        buckets: list[Bucket] = [kinds[not spec.sparse](spec, self.parameters, self.names) for spec in specs]
         for position, bucket in enumerate(buckets):
             bucket.position, bucket.is_last = position, position == len(buckets) - 1
         return buckets
@@ -662,7 +662,7 @@ class WrappedParameters:
         self._module, self._ignore = module, ignore
         self._known = set(module.parameters())
         named = module.named_parameters()
-        self._frozen = {each for name, each in named if not each.requires_grad and name not in ignore}
+        self._frozen = {parameter for name, parameter in named if not parameter.requires_grad and name not in ignore}
         self._registered = Registered(module, torch_internals.own_parameters)
 
     def check(self) -> None:
@@ -674,9 +674,9 @@ class WrappedParameters:
             if name in self._ignore or not isinstance(parameter, torch.nn.Parameter) or not parameter.requires_grad:
                 continue
             if parameter in self._frozen or parameter not in self._known:
-                what = "is trained now, but was frozen" if parameter in self._frozen else "was not in the model"
+                fate = "is trained now, but was frozen" if parameter in self._frozen else "was not in the model"
                 raise LockstepError(
-                    f"Parameter {name} {what} when it was wrapped: its gradient would not be averaged over the ranks.\n"
+                    f"Parameter {name} {fate} when it was wrapped: its gradient would not be averaged over the ranks.\n"
                     "Replace or unfreeze before wrapping, or wrap again: model = DistributedDataParallel(model.module)."
                 )
         self._registered.note()

@@ -80,9 +80,9 @@ class AllReduceMean(BucketReduction):
             return all_reduce_work(payload, group=self._group, pieces=pieces).get_future()
         # A blocking call runs in this thread, which has nothing else to do: that saves two thread switches.
         all_reduce(payload, group=self._group, pieces=pieces)
-        done: Future[Any] = Future()
-        done.set_result(None)
-        return done
+        future: Future[Any] = Future()
+        future.set_result(None)
+        return future
 
     @override
     def finish(self, bucket: Bucket, future: Future[Any]) -> None:
@@ -209,9 +209,9 @@ class CommHookReduction(BucketReduction):
     @override
     def count_users(self, used: Sequence[int], message: Sequence[float], device: torch.device) -> tuple[Tensor, Tensor]:
         # Not earlier: hooks start their own collectives when others finish, at times that differ between ranks.
-        mine = [*used, *message]
-        if mine != self._last_sent:  # the same in most steps
-            self._last_sent, self._on_device = mine, upload(mine, widest_dtype(device), device)
+        counts = [*used, *message]
+        if counts != self._last_sent:  # the same in most steps
+            self._last_sent, self._on_device = counts, upload(counts, widest_dtype(device), device)
         sums = self._on_device.clone()
         all_reduce(sums, group=self._group)
         return sums[: len(used)], sums[len(used) :]

@@ -355,11 +355,11 @@ class Reducer:
         """Record that ``optimizer`` is about to step; refuse it if gradients of ours are not averaged yet."""
         index_of, step = self.bucket_set.index_of, self._step
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-        found = (index_of[id(each)] for each in parameters if id(each) in index_of)
-        first = next(found, None)  # in most steps no more are looked at
+        updated = (index_of[id(parameter)] for parameter in parameters if id(parameter) in index_of)
+        first = next(updated, None)  # in most steps no more are looked at
         if first is None or self.is_alone:
             return
-        indices = chain((first,), found)
+        indices = chain((first,), updated)
         if self.is_collecting or (self._is_armed and current_graph_task_id() != -1):
             finished = [bucket.position for bucket in step.in_flight[: step.num_finished]] if step else []
             self._updates.refuse_early(optimizer, indices, finished)
@@ -428,9 +428,9 @@ class Reducer:
 
     @staticmethod
     @keep_out_of_graphs
-    def _on_gradient(this: weakref.ref[Reducer], index: int, parameter: Tensor) -> None:
+    def _on_gradient(reducer_ref: weakref.ref[Reducer], index: int, parameter: Tensor) -> None:
         """Record that a parameter's gradient was accumulated; launch the buckets that this completes."""
-        self = this()
+        self = reducer_ref()
         if self is None:
             return
         if self._step is None or self._step.callback() is None:  # not is_collecting, without a call
@@ -532,8 +532,8 @@ class Reducer:
             self._notify(Event.BACKWARD_END)
             if len(_reducers) > 1:
                 others = [other for other in live_reducers() if other is not self and other.is_collecting]
-                for each in [self, *others] if others else ():  # one backward runs through several wrappers
-                    each._launches_last_early = True
+                for reducer in [self, *others] if others else ():  # one backward runs through several wrappers
+                    reducer._launches_last_early = True
             step.callback = _nothing
             if self.before_launch is not None:
                 self.before_launch()

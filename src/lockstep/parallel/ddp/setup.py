@@ -22,14 +22,14 @@ from lockstep.torch_internals import DDP_IGNORED, own_buffers
 def refuse_unsupported(mixed_precision: object, delayed: object, trigger: object) -> None:
     """Raise ConfigurationError if the caller uses a feature that torch's class has and ours does not."""
     if mixed_precision is not None:
-        what = "mixed_precision is"
+        arguments = "mixed_precision is"
         advice = "Run forward under torch.autocast, or fit() with precision='bf16'"
     elif delayed is not None or trigger is not None:
-        what = "delay_all_reduce_named_params and param_to_hook_all_reduce are"
+        arguments = "delay_all_reduce_named_params and param_to_hook_all_reduce are"
         advice = "Leave both out: these gradients are then reduced with the others"
     else:
         return
-    raise ConfigurationError(f"{what} not supported by lockstep.DistributedDataParallel.\n{advice}.")
+    raise ConfigurationError(f"{arguments} not supported by lockstep.DistributedDataParallel.\n{advice}.")
 
 
 def check_parameters(parameters: Sequence[nn.Parameter]) -> None:
@@ -164,7 +164,7 @@ def sparse_parameters(module: nn.Module, group: Group, device: torch.device) -> 
     Raises:
         ConfigurationError: There are some, and ``group`` cannot sum them on ``device``.
     """
-    found: set[torch.Tensor] = set()
+    sparse: set[torch.Tensor] = set()
     for name, layer in module.named_modules():
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse and layer.weight.requires_grad:
             if not sums_sparse_tensors(group, device):
@@ -173,8 +173,8 @@ def sparse_parameters(module: nn.Module, group: Group, device: torch.device) -> 
                     f"{name} is an embedding with sparse=True, but {backend} cannot sum sparse gradients.\n"
                     "Build it with sparse=False, or give the model a process_group with the backend gloo."
                 )
-            found.add(layer.weight)
-    return found
+            sparse.add(layer.weight)
+    return sparse
 
 
 # --- the same model on every rank -------------------------------------------------------------------------------------

@@ -197,9 +197,9 @@ class SyncLayerShadow:
     def _exchange_events(self, event: Event, number: int) -> tuple[Event, int]:
         """Return the next event of the ranks with a batch. Collective: every rank. Blocks until complete."""
         # Reading the rows makes the host wait for the device, but only in steps where some rank may have no batch.
-        mine = torch.tensor([event, number], device=self._device)
+        own_event = torch.tensor([event, number], device=self._device)
         try:
-            rows = all_gather(mine, group=self._group).tolist()
+            rows = all_gather(own_event, group=self._group).tolist()
         except CollectiveError as error:
             raise CollectiveError(
                 f"Rank {self._group.rank()}: waiting for what the SyncBatchNorm layers of the other ranks do next "

@@ -28,8 +28,8 @@ def call_before_updates(function: Callable[[Optimizer], None]) -> Callable[[], o
     @keep_out_of_graphs
     def before_update(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def call_all() -> None:
-            for each in list(_functions):
-                each(optimizer)
+            for callback in list(_functions):
+                callback(optimizer)
 
         closure = kwargs.get("closure", next(iter(args[1:]), None))
         if not callable(closure):

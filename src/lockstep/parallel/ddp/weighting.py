@@ -34,9 +34,9 @@ def check_weight(weight: Any) -> float:
     number = float(weight) if is_scalar or isinstance(weight, Real) else math.nan
     if not 0 <= number < math.inf:
         is_one = is_scalar or not isinstance(weight, Tensor)
-        what = repr(weight) if is_one else f"a tensor of shape {list(weight.shape)}"
+        text = repr(weight) if is_one else f"a tensor of shape {list(weight.shape)}"
         raise ConfigurationError(
-            f"The weight of a batch must be a finite number, 0 or more, or a tensor with one such number, not {what}.\n"
+            f"The weight of a batch must be a finite number, 0 or more, or a tensor with one such number, not {text}.\n"
             "Give how many samples or tokens the loss is the mean of."
         )
     return number
@@ -72,7 +72,7 @@ def encode_message(
 
 def _decode_ranks(sums: Sequence[float]) -> list[int]:
     """Return the state of each rank, from the sums of all messages; see [Note: weight messages]."""
-    return [int(each) >> bits & 15 for each in sums[3:] for bits in (0, 4)]
+    return [int(number) >> bits & 15 for number in sums[3:] for bits in (0, 4)]
 
 
 def refuse_apart(sums: Sequence[float]) -> None:
@@ -89,10 +89,10 @@ def refuse_apart(sums: Sequence[float]) -> None:
         ranks = grouped(range(len(updates)), updates.__getitem__)
         ranks.pop(0, None)
         times = ["", "not at all", "once", "more than once"]
-        who = "; ".join(f"{times[each]} on rank {', '.join(map(str, ranks[each]))}" for each in sorted(ranks))
+        summary = "; ".join(f"{times[count]} on rank {', '.join(map(str, ranks[count]))}" for count in sorted(ranks))
         raise ConfigurationError(
             "The ranks are not in the same step: since the gradients were averaged last, the optimizer has stepped "
-            f"{who}.\nA rank has run a backward or optimizer.step() more or less often than the others. Every step "
+            f"{summary}.\nA rank has run a backward or optimizer.step() more or less often than the others. Every step "
             "needs both on every rank, the backward from a loss that depends on the output of the model: for a batch "
             "without a target, output.sum() * 0."
         )
@@ -286,12 +286,12 @@ class AccumulationWindow:
         self._unstash(indices)
         for index in indices:
             if index in self._previous:
-                tensor, held = self._previous.pop(index)
+                tensor, previous = self._previous.pop(index)
                 gradient = self._parameters[index].grad
                 if gradient is tensor and index in used:
-                    gradient.add_(held, alpha=self.total / self.unit if self.unit else 0.0)
+                    gradient.add_(previous, alpha=self.total / self.unit if self.unit else 0.0)
                 elif gradient is tensor:
-                    gradient.copy_(held)
+                    gradient.copy_(previous)
 
     def _accumulated(self, used: Set[int], but: int | None = None) -> Iterator[Tensor]:
         for index, parameter in enumerate(self._parameters):
@@ -311,10 +311,10 @@ class AccumulationWindow:
 
     def _save_previous(self, arrived: int | None) -> None:
         gradients = [parameter.grad for parameter in self._parameters]
-        held = {index: grad for index, grad in enumerate(gradients) if grad is not None and index != arrived}
-        if not all_zero(held.values()):
-            self._previous = {index: (gradient, gradient.clone()) for index, gradient in held.items()}
-            for gradient in held.values():
+        previous = {index: grad for index, grad in enumerate(gradients) if grad is not None and index != arrived}
+        if not all_zero(previous.values()):
+            self._previous = {index: (gradient, gradient.clone()) for index, gradient in previous.items()}
+            for gradient in previous.values():
                 gradient.zero_()
 
     def _stash(self, arrived: int | None) -> None:
@@ -346,7 +346,7 @@ class AccumulationWindow:
 
 def all_zero(gradients: Iterable[Tensor]) -> bool:
     """Return whether all gradients are zero; stops at the first that is not."""
-    return not any(bool((each._values() if each.is_sparse else each).any()) for each in gradients)
+    return not any(bool((gradient._values() if gradient.is_sparse else gradient).any()) for gradient in gradients)
 
 
 class Weights:

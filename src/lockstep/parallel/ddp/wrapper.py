@@ -195,8 +195,8 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
 
     def reconnect(self, world: World) -> None:
         """Use the default group of ``world`` from now on, in place of one that lost a rank. Collective: every rank."""
-        observers, before, kept = self.reducer.observers, self.process_group, self.kept
-        if any(isinstance(each, bucket_gradients.BucketOptimizer) for each in observers):
+        observers, before, compression_state = self.reducer.observers, self.process_group, self.kept
+        if any(isinstance(observer, bucket_gradients.BucketOptimizer) for observer in observers):
             raise ConfigurationError(
                 "A step with overlap_optimizer() cannot be done again after a rank was lost, as it may have updated "
                 "some parameters: all ranks restart.\nTo go on in place, call optimizer.step() after backward."
@@ -210,11 +210,11 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         self.process_group = world.group
         hooks = [(hook, state and self.process_group) for hook, state in self._comm_hooks]
         self._connect()
-        if kept is not None:
-            self.load_compression_state_dict(kept)
+        if compression_state is not None:
+            self.load_compression_state_dict(compression_state)
         # Another rank may be lost before all have met.
-        self._comm_hooks, self.kept = hooks, kept
-        self.reducer.observers += [each for each in observers if isinstance(each, bucket_events.BucketStamps)]
+        self._comm_hooks, self.kept = hooks, compression_state
+        self.reducer.observers += [stamps for stamps in observers if isinstance(stamps, bucket_events.BucketStamps)]
         for hook, state in hooks:
             self.reducer.set_reduction(comm_hooks.CommHookReduction(self.process_group, hook, state))
 
@@ -315,7 +315,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
         output = self._run_module(inputs, kwargs)
         with torch_internals.outside_transforms():
-            self._post_forward([torch_internals.unwrap(each) for each in find_tensors(output)])
+            self._post_forward([torch_internals.unwrap(tensor) for tensor in find_tensors(output)])
         return output
 
     @leave_all_uncompiled
@@ -484,8 +484,8 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         ``bases``: by parameter, PowerSGD's initial bases, equal on all ranks. Both are empty if the method keeps none.
         `lockstep.save` of the wrapped model, and `fit`, save them automatically.
         """
-        kept = self._compressed
-        return kept.state_dict() if isinstance(kept, CompressedMean) else {"residuals": {}, "bases": {}}
+        reduction = self._compressed
+        return reduction.state_dict() if isinstance(reduction, CompressedMean) else {"residuals": {}, "bases": {}}
 
     def load_compression_state_dict(self, *states: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Load states that `compression_state_dict` returned on any ranks; their residuals are summed.
@@ -628,15 +628,15 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
     def stamp_buckets(self, stamps: bucket_events.BucketStamps | None) -> None:
         """Record the times of buckets with ``stamps`` from now on; None: stop."""
         observers = self.reducer.observers
-        observers[:] = [each for each in observers if not isinstance(each, bucket_events.BucketStamps)]
+        observers[:] = [observer for observer in observers if not isinstance(observer, bucket_events.BucketStamps)]
         if stamps is not None:
             observers.append(stamps)
 
-    def _refuse_slices(self, method: str, how: str = "") -> None:
+    def _refuse_slices(self, method: str, remedy: str = "") -> None:
         if not self.reducer.reduction.leaves_whole:
             raise ConfigurationError(
                 f"{method}() needs all gradients, but with shard_gradients=True each rank has a slice of them.\n"
-                f"Call clip_grad_norm_() of the optimizer{how}."
+                f"Call clip_grad_norm_() of the optimizer{remedy}."
             )
 
     def gradients_are_finite(self) -> bool:

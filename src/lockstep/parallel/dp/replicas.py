@@ -73,8 +73,8 @@ class Replicas:
             ConfigurationError: The module cannot be replicated, or is not on the first device.
         """
         self._update_shells()
-        parameters = _each_once(each for source in self._sources for each in source._parameters.values())
-        buffers = _each_once(each for source in self._sources for each in source._buffers.values())
+        parameters = _unique_tensors(parameter for source in self._sources for parameter in source._parameters.values())
+        buffers = _unique_tensors(buffer for source in self._sources for buffer in source._buffers.values())
         plain_buffers = [buffer for buffer in buffers if not buffer.requires_grad]
         self._weights = [*parameters, *(buffer for buffer in buffers if buffer.requires_grad)]
         check_devices([*self._weights, *plain_buffers], self.devices[0])
@@ -116,9 +116,9 @@ class Replicas:
     def _update_shells(self) -> None:
         # Checked in each step: a script may have replaced a layer. Comparing a list of modules takes microseconds.
         sources = list(self.module.modules())
-        known = map(type, self._shells[0]) if self._shells else ()
+        shell_types = map(type, self._shells[0]) if self._shells else ()
         # A type changes where a parametrization is registered, or a lazy layer has seen its first input.
-        if sources == self._sources and list(map(type, sources)) == list(known):
+        if sources == self._sources and list(map(type, sources)) == list(shell_types):
             return
         for name, source in self.module.named_modules():
             _check_replicable(name, source)
@@ -153,7 +153,7 @@ class Replicas:
             # From module.compile(), bound to the original: the replica runs uncompiled.
             state[torch_internals.COMPILED_CALL] = None
             for kind in ("_modules", "_parameters", "_buffers"):
-                state[kind] = {name: stand_in[id(each)] for name, each in vars(source)[kind].items()}
+                state[kind] = {name: stand_in[id(tensor)] for name, tensor in vars(source)[kind].items()}
             if isinstance(source, nn.RNNBase):  # also keeps its parameters in a list
                 named = torch_internals.flat_weights(source).items()
                 state["_flat_weights"] = [state["_parameters"].get(name, weight) for name, weight in named]
@@ -189,7 +189,7 @@ class _Replicate(torch.autograd.Function):
         ctx.num_weights, ctx.devices = len(weights), devices
         # Backward runs on the stream of one device only. On the others, gradients are ready on the stream of the
         # replica's own backward. The first device comes last, so that it becomes the current one.
-        ctx.streams = [torch.accelerator.current_stream(each) for each in reversed(devices) if each.type != "cpu"]
+        ctx.streams = [torch.accelerator.current_stream(device) for device in reversed(devices) if device.type != "cpu"]
         return tuple(_alias_of(value) for row in values for value in row)
 
     @staticmethod
@@ -240,9 +240,9 @@ def _alias_of(tensor: Tensor) -> Tensor:
     with torch.inference_mode(False), torch.no_grad():
         if not is_strided(tensor):
             return tensor.detach()
-        other = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        other.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
-        return other
+        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        return alias
 
 
 def _differentiable_sum(parts: Sequence[Tensor | None], device: torch.device) -> Tensor | None:
@@ -250,7 +250,7 @@ def _differentiable_sum(parts: Sequence[Tensor | None], device: torch.device) ->
     return functools.reduce(torch.add, moved) if moved else None
 
 
-def _each_once(tensors: Iterable[Tensor | None]) -> list[Tensor]:
+def _unique_tensors(tensors: Iterable[Tensor | None]) -> list[Tensor]:
     """Return the tensors of shared layers once, in the order of ``parameters()``."""
     return list({id(tensor): tensor for tensor in tensors if tensor is not None}.values())
 
@@ -271,16 +271,16 @@ def check_devices(tensors: Tensors, device: torch.device) -> None:
 
 
 def _check_replicable(name: str, source: nn.Module) -> None:
-    where = f"its submodule {name!r}" if name else "it"
+    owner = f"its submodule {name!r}" if name else "it"
     if isinstance(source, torch.jit.ScriptModule):
         raise ConfigurationError(
-            f"DataParallel cannot replicate the module: {where} is a TorchScript module.\n"
+            f"DataParallel cannot replicate the module: {owner} is a TorchScript module.\n"
             "Wrap the Python module, and script or trace the bare module for export."
         )
     own_tensors = [*source._parameters.values(), *source._buffers.values()]
     if any(tensor is not None and nn.parameter.is_lazy(tensor) for tensor in own_tensors):
         raise ConfigurationError(
-            f"DataParallel cannot replicate the module: {where} has parameters or buffers without a shape.\n"
+            f"DataParallel cannot replicate the module: {owner} has parameters or buffers without a shape.\n"
             "Run one forward of the bare module first, so that its lazy layers see an input."
         )
 
@@ -305,7 +305,7 @@ def coalesced_copies(tensors: Tensors, devices: Sequence[torch.device]) -> list[
     """
     copies = [list(tensors) for _ in devices]
     strided = [index for index, tensor in enumerate(tensors) if is_strided(tensor)]
-    chunks = in_chunks(strided, lambda each: tensors[each].dtype, lambda each: tensors[each].nbytes, _CHUNK_BYTES)
+    chunks = in_chunks(strided, lambda index: tensors[index].dtype, lambda index: tensors[index].nbytes, _CHUNK_BYTES)
     with torch.inference_mode(False):
         for index in set(range(len(tensors))).difference(strided):
             for row, device in zip(copies, devices, strict=True):
@@ -349,7 +349,7 @@ def sum_in_tree(rows: Sequence[Gradients], devices: Sequence[torch.device], *, i
     """
     # For a sum of two views of parameters, autograd returns two views of one gradient. Adding to one of them in place
     # would change the other.
-    uses = Counter(_address(each) for row in rows for each in row if each is not None and not each.is_sparse)
+    uses = Counter(_address(grad) for row in rows for grad in row if grad is not None and not grad.is_sparse)
     writable = {address for address, count in uses.items() if count == 1} if in_place else set()
     level = list(zip(rows, devices, strict=True))
     while len(level) > 1:
@@ -383,15 +383,15 @@ def deliver(weights: Tensors, gradients: Gradients) -> None:
 def _add_rows(left: Gradients, right: Gradients, writable: set[int]) -> Gradients:
     result = list(left)
     in_place: list[tuple[Tensor, Tensor]] = []
-    for index, (mine, other) in enumerate(zip(left, right, strict=True)):
-        if mine is None or other is None:
-            result[index] = other if mine is None else mine
-        elif mine.is_sparse:
-            result[index] = other + mine  # torch adds dense and sparse gradients in this order only
-        elif _address(mine) in writable and not other.is_sparse:
-            in_place.append((mine, other))
+    for index, (target, addend) in enumerate(zip(left, right, strict=True)):
+        if target is None or addend is None:
+            result[index] = addend if target is None else target
+        elif target.is_sparse:
+            result[index] = addend + target  # torch adds dense and sparse gradients in this order only
+        elif _address(target) in writable and not addend.is_sparse:
+            in_place.append((target, addend))
         else:
-            result[index] = mine + other  # new memory, which no other gradient shares
+            result[index] = target + addend  # new memory, which no other gradient shares
     _add_pairs(in_place)
     return result
 
@@ -399,9 +399,9 @@ def _add_rows(left: Gradients, right: Gradients, writable: set[int]) -> Gradient
 def _row_on(device: torch.device, row: Gradients, origin: torch.device) -> Gradients:
     if origin == device:
         return row
-    (copies,) = coalesced_copies([each for each in row if each is not None], [device])
+    (copies,) = coalesced_copies([gradient for gradient in row if gradient is not None], [device])
     moved = iter(copies)
-    return [None if each is None else next(moved) for each in row]
+    return [None if gradient is None else next(moved) for gradient in row]
 
 
 def _add_pairs(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -67,18 +67,18 @@ class ReplicaThreads:
         try:
             for index, function in functions.items():
                 self._tasks[index].put((index, function, results))
-            done: dict[int, Any] = {}
-            while len(done) < len(functions):
+            outcomes: dict[int, Any] = {}
+            while len(outcomes) < len(functions):
                 # A signal that arrives just before the wait is handled only when the wait ends: so no wait is long.
                 with suppress(queue.Empty):
                     index, result = results.get(timeout=_SIGNAL_CHECK_S)
-                    done[index] = result
+                    outcomes[index] = result
         except BaseException:
             # The next run starts new threads; the present ones end with their calls.
             self._stop()
             self._started_with = None
             raise
-        return {index: done[index] for index in functions}
+        return {index: outcomes[index] for index in functions}
 
     def refuse_inside(self) -> None:
         """Raise an error if called from one of these threads, which would wait for itself.
@@ -209,7 +209,7 @@ class ReplicaEngine:
                 return module(*positional, **keywords)
 
         modes = map(CallerModes, self.replicas.devices[: len(modules)])
-        calls = [partial(call, *each) for each in zip(modules, inputs, kwargs, modes, strict=True)]
+        calls = [partial(call, *arguments) for arguments in zip(modules, inputs, kwargs, modes, strict=True)]
         return list(self._run(dict(enumerate(calls))).values())
 
     def differentiate(
@@ -254,7 +254,7 @@ class ReplicaEngine:
             # single replica also runs there, with all cores.
             if len(guarded) > 1 and not has_modes():
                 # a context can be entered by one thread at a time
-                outcomes = self._threads.run({each: partial(copy_context().run, guarded[each]) for each in guarded})
+                outcomes = self._threads.run({index: partial(copy_context().run, guarded[index]) for index in guarded})
             else:
                 outcomes = {index: function() for index, function in guarded.items()}
         except BaseException:  # Ctrl-C: the calls go on, with these replicas

@@ -178,7 +178,7 @@ class DataParallel(Wrapper, Generic[Wrapped]):
                 self.overhead_s = refresh_s + time.perf_counter() - start
             return list(losses.values())
         modes = CallerModes(self.src_device_obj or torch.device("cpu"), differentiates=True)
-        present = [each for each in zip(shards, scales, strict=True) if each[0] is not None]
+        present = [pair for pair in zip(shards, scales, strict=True) if pair[0] is not None]
         return [differentiate(loss, self.module, shard, scale, modes) for shard, scale in present]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -260,8 +260,8 @@ def _existing(device: Device, argument: str) -> torch.device:
 
 def _gpus() -> tuple[str, int]:
     """Return the device type that an index refers to (CUDA if there is no accelerator), and the number of devices."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return ("cuda", 0) if found is None else (found.type, torch.accelerator.device_count())
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return ("cuda", 0) if accelerator is None else (accelerator.type, torch.accelerator.device_count())
 
 
 # --- inputs are split, outputs joined ---------------------------------------------------------------------------------
@@ -339,7 +339,7 @@ def _split(value: Any, devices: Sequence[torch.device], num_devices: int, dim: i
     """Return one part of ``value`` for each of ``devices``, the first of ``num_devices``."""
     if isinstance(value, Tensor):
         chunks = value.chunk(num_devices, dim) if value.dim() > 0 else [value] * len(devices)
-        return tuple(_move(chunk, device) for chunk, device in zip(chunks, devices, strict=True))
+        return tuple(_on_device(chunk, device) for chunk, device in zip(chunks, devices, strict=True))
     # A dataclass without tensors is shared, not copied: it may be a configuration, or hold objects without a copy.
     contents = _contents(value)
     is_dataclass = not isinstance(value, (tuple, list, Mapping))
@@ -388,7 +388,7 @@ def gather(outputs: Sequence[Any], target_device: Device, dim: int = 0) -> Any:
             keys = ", ".join(str(list(output)) for output in outputs)
             raise ConfigurationError(f"All dicts must have the same keys, but the replicas returned {keys}")
         contents = [[output[key] for key in first] for output in outputs]  # in the order of the first
-    lengths = [len(each or ()) for each in contents]
+    lengths = [len(content or ()) for content in contents]
     if len(set(lengths)) > 1:
         raise ConfigurationError(f"The replicas returned {kind}s of different lengths: {lengths}")
     return with_items(first, [gather(items, device, dim) for items in zip(*contents, strict=True)])
@@ -411,10 +411,10 @@ def _concatenate(tensors: Sequence[Tensor], device: torch.device, dim: int) -> T
             raise ConfigurationError(
                 f"Gather got an input of invalid size: got {shape}, but expected {expected} (replica {replica})"
             )
-    parts = [_move(tensor, device) for tensor in tensors]
+    parts = [_on_device(tensor, device) for tensor in tensors]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def _move(tensor: Tensor, device: torch.device) -> Tensor:
+def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
     # A copy to the CPU must be complete when this returns: code on the CPU does not wait for a stream.
     return tensor.to(device, non_blocking=device.type != "cpu")

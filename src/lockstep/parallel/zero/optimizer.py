@@ -200,8 +200,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             with torch.enable_grad():
                 loss = closure()
         self._collect_gradients()
-        trained = [each for each in self._buffers if any(parameter.requires_grad for parameter in each.parameters)]
-        common = any(each.common is not None for each in trained)
+        trained = [buffer for buffer in self._buffers if any(param.requires_grad for param in buffer.parameters)]
+        common = any(buffer.common is not None for buffer in trained)
         update = partial(self._update, trained, kwargs)
         if self._copy is not None:
             self._exchange_gradients()
@@ -229,18 +229,18 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Update this rank's shard of the buffers."""
         # Schedulers and scripts change the options of these param groups, but the shard's optimizer has its own param
         # groups; and some optimizers change theirs.
-        for each in self._shards:
-            for group, options in zip(each.optimizer.param_groups, options_of(self.param_groups), strict=True):
+        for shard in self._shards:
+            for group, options in zip(shard.optimizer.param_groups, options_of(self.param_groups), strict=True):
                 group.update(options)
-        common = [(each.common, each.bounds[self.rank]) for each in trained if each.common is not None]
-        for memory, shard in common:
-            memory.publish(*shard)
+        common = [(buffer.common, buffer.bounds[self.rank]) for buffer in trained if buffer.common is not None]
+        for memory, bounds in common:
+            memory.publish(*bounds)
         if self._copy is not None:  # see `Update.LEFT_OUT`, which sets these
-            given = {name: value for name, value in vars(self.optim).items() if name in ("found_inf", "grad_scale")}
-            vars(self._copy.optimizer).update(given)
-        for each in self._shards:
-            each.optimizer.step(**kwargs)
-            each.drop_gradients()
+            scaling = {name: value for name, value in vars(self.optim).items() if name in ("found_inf", "grad_scale")}
+            vars(self._copy.optimizer).update(scaling)
+        for shard in self._shards:
+            shard.optimizer.step(**kwargs)
+            shard.drop_gradients()
         self._adopt_options()
         self._has_gradients, self._collected = False, ([], [])  # a bucket gives memory that is still in use away
         if self._reducer is not None and self._shard_gradients:  # see [Note: what is in param.grad]
@@ -255,19 +255,19 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _exchange_gradients(self) -> None:
         """Send this rank's gradients to the next rank; receive those of the copy. Collective: every rank. Blocks."""
         size, works = self.world_size, []
-        for mine, theirs in zip(self._collected[0], self._received, strict=True):
-            sent = [mine.numel() if rank == (self.rank + 1) % size else 0 for rank in range(size)]
-            received = [theirs.numel() if rank == (self.rank - 1) % size else 0 for rank in range(size)]
+        for outgoing, incoming in zip(self._collected[0], self._received, strict=True):
+            sent = [outgoing.numel() if rank == (self.rank + 1) % size else 0 for rank in range(size)]
+            received = [incoming.numel() if rank == (self.rank - 1) % size else 0 for rank in range(size)]
             sizes: dict[str, Any] = {"output_sizes": received, "input_sizes": sent}
-            works.append(collectives.all_to_all_async(theirs, mine, **sizes, group=self.process_group))
+            works.append(collectives.all_to_all_async(incoming, outgoing, **sizes, group=self.process_group))
         for work in filter(None, works):
             collectives.wait_for(work, "exchange of gradients for the copies of shards")
 
     def _update_both(self, update: Callable[[], None]) -> None:
         """Update this rank's shard and its copy of another, also when the gradients were dropped meanwhile."""
         gradients, present = self._collected
-        for shard, given in zip(self._shards, (gradients, self._received), strict=True):
-            shard.set_gradients(given, present)
+        for shard, shard_gradients in zip(self._shards, (gradients, self._received), strict=True):
+            shard.set_gradients(shard_gradients, present)
         self._pending = None
         update()
         self._num_updates += 1
@@ -404,11 +404,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "Optimizer state has not been consolidated on this rank.\n"
                 f"Call consolidate_state_dict(to={self.rank}) on all ranks before, or use lockstep.save()."
             )
-        own, self.state = self.state, defaultdict(dict, self._consolidated)  # type: ignore[arg-type]
+        own_state, self.state = self.state, defaultdict(dict, self._consolidated)  # type: ignore[arg-type]
         try:
             return super().state_dict()  # whose hooks get the whole state
         finally:
-            self.state = own
+            self.state = own_state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load this rank's shard of a full state, from this class or from the bare optimizer.
@@ -420,9 +420,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         taken: dict[str, Any] = {}
 
-        def take(_optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            taken.update(given)
-            return {**given, "state": {}}
+        def take(_optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+            taken.update(state)
+            return {**state, "state": {}}
 
         with self.register_load_state_dict_pre_hook(take):  # after those of the script, which get the whole state
             self._load_options(dict(state_dict))
@@ -435,7 +435,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def local_ranges(self) -> list[ShardRange]:
         """Return which elements of which parameters this rank updates."""
-        return [each for buffer in self._buffers for each in buffer.ranges_of_rank[self.rank]]
+        return [shard_range for buffer in self._buffers for shard_range in buffer.ranges_of_rank[self.rank]]
 
     def load_shards(self, read: Read, param_groups: Sequence[Mapping[str, Any]]) -> None:
         """Load this rank's shard of a state.
@@ -468,8 +468,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._take_back()
         # With buckets the buffers may be rebuilt before the first step, and then the state is read a second time.
         self._loaded = read if self._reducer is not None else None
-        for each in self._shards:
-            each.load(read, options_of(self.param_groups))
+        for shard in self._shards:
+            shard.load(read, options_of(self.param_groups))
 
     def take_attached(self, optimizer: Optimizer) -> None:
         """Take over what a script has attached to ``optimizer``: hooks of steps, attributes, state and param groups.
@@ -499,8 +499,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         vars(self).update(step_hooks)
         new = self._attributes.keys() - vars(self).keys() - set(dir(type(self)))
         vars(self).update({name: self._attributes[name] for name in new})
-        for each in self._shards:
-            vars(each.optimizer).update(self._attributes)
+        for shard in self._shards:
+            vars(shard.optimizer).update(self._attributes)
         if optimizer.state:
             self.load_state_dict(optimizer.state_dict())
 
@@ -527,12 +527,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         again, and reads a state that was loaded before a second time.
         """
         members: list[Member] = []
-        for group, each in enumerate(self.param_groups):
-            for parameter in each["params"]:
-                members.append((parameter, ShardRange(len(members), 0, parameter.numel(), group)))
+        for number, group in enumerate(self.param_groups):
+            for parameter in group["params"]:
+                members.append((parameter, ShardRange(len(members), 0, parameter.numel(), number)))
         self._buffers: list[FlatBuffer] = []
         self._laid_for: Sequence[Bucket] | None = None
-        member_of = {id(parameter): (parameter, whole) for parameter, whole in members}
+        member_of = {id(parameter): (parameter, shard_range) for parameter, shard_range in members}
         if self._reducer is not None:  # then it is element-wise
             self._laid_for = self._reducer.bucket_set.buckets
             for bucket in self._laid_for:
@@ -551,9 +551,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _make(self, groups: list[dict[str, Any]]) -> Optimizer:
         """Return an optimizer for the segments of a shard."""
-        made = self._class(groups, **self._arguments)
-        vars(made).update(self._attributes)
-        return made
+        optimizer = self._class(groups, **self._arguments)
+        vars(optimizer).update(self._attributes)
+        return optimizer
 
     def _rebuild(self) -> None:
         """Create the buffers again, and keep the state. Collective: every rank. Blocks."""
@@ -566,12 +566,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._load(read)
 
     def _allocate(self, numel: int, like: nn.Parameter) -> Tensor | CommonMemory:
-        where: dict[str, Any] = {"dtype": like.dtype, "device": like.device, "group": self.process_group}
+        placement: dict[str, Any] = {"dtype": like.dtype, "device": like.device, "group": self.process_group}
         # Frozen parameters are never exchanged, so each rank keeps its own. An optimizer that is not element-wise
         # writes to the parameters themselves, and with a copy a rank writes to the shard of another.
         is_common = like.requires_grad and self.is_elementwise and not self._keeps_copies
-        common = collectives.common_memory(numel, **where) if is_common else None
-        return collectives.empty_buffer(numel, **where) if common is None else common
+        common = collectives.common_memory(numel, **placement) if is_common else None
+        return collectives.empty_buffer(numel, **placement) if common is None else common
 
     @property
     def _shards(self) -> list[ShardOptimizer]:
@@ -600,11 +600,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                     f"Parameter {index} is sparse, which ZeroRedundancyOptimizer cannot divide.\n"
                     "Use a separate optimizer for it."
                 )
-        named = [(f"{index} of the optimizer", each) for index, each in enumerate(self._parameters)]
+        named = [(f"{index} of the optimizer", parameter) for index, parameter in enumerate(self._parameters)]
         group, device = self.process_group, self._parameters[0].device
         check_models_agree(named, (), group=group, device=device)
         described = self._class.__name__ + ", shard_gradients" * bool(self._shard_gradients)
-        sizes = ", ".join(str(len(each["params"])) for each in self.param_groups)
+        sizes = ", ".join(str(len(group["params"])) for group in self.param_groups)
         check_arguments_agree(f"{described}, param groups of {sizes} parameters", group=group, device=device)
 
     # --- Recovery in place
@@ -626,11 +626,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "Use one of torch's, set its class attribute elementwise = True if its update of an element depends on "
                 "nothing else, or omit redundancy."
             )
-        common = [each for each in self._buffers if each.common is not None]
-        num_shared = sum(each.flat.nbytes - each.shard_of(0).nbytes for each in common)
+        common = [buffer for buffer in self._buffers if buffer.common is not None]
+        num_shared = sum(buffer.flat.nbytes - buffer.shard_of(0).nbytes for buffer in common)
         self._keeps_copies = True
         self._rebuild()
-        num_bytes = sum(each.nbytes for each in self._received) if self._copy is not None else 0
+        num_bytes = sum(gradient.nbytes for gradient in self._received) if self._copy is not None else 0
         return num_bytes, num_bytes + num_shared
 
     def reconnect(self, group: Group, reducer: Reducer) -> None:
@@ -643,9 +643,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         partition.stop_waiting(self._parameters)
         self._gathers, self._failure, self._loaded = [], None, None
-        mine = [self._num_updates, self.rank, self.world_size, options_of(self.param_groups)]
-        given = collectives.gather_states(mine if self.has_state else None, group=group, device=self.join_device)
-        rows = [row for row in given if row is not None]
+        own_row = [self._num_updates, self.rank, self.world_size, options_of(self.param_groups)]
+        states = collectives.gather_states(own_row if self.has_state else None, group=group, device=self.join_device)
+        rows = [row for row in states if row is not None]
         # All that have state have divided it in the same way.
         most, _, size, options = max(rows, key=itemgetter(0), default=(0, 0, 1, []))
         owners = {rank for _, rank, _, _ in rows}
@@ -669,8 +669,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         assert whole is not None
         # A rank that is lost until this one has the new buffers takes a part of the new division along.
         self.has_state, self._pending = False, None
-        for param_group, each in zip(self.param_groups, options, strict=True):
-            param_group.update(each)
+        for param_group, group_options in zip(self.param_groups, options, strict=True):
+            param_group.update(group_options)
         with torch.no_grad():
             for index, parameter in enumerate(self._parameters):
                 parameter.copy_(whole[index].pop(partition.VALUE))
@@ -733,16 +733,16 @@ def shard_optimizer(optimizer: Optimizer, *, group: Group) -> ZeroRedundancyOpti
     """
     kind = type(optimizer)
     first, *others = inspect.signature(kind).parameters.values()
-    named = [each for each in others if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
-    needed = [each.name for each in named if each.default is each.empty and each.name not in optimizer.defaults]
+    named = [param for param in others if param.kind not in (param.VAR_KEYWORD, param.VAR_POSITIONAL)]
+    needed = [param.name for param in named if param.default is param.empty and param.name not in optimizer.defaults]
     if first.name != "params" or needed:
         raise ConfigurationError(
             f"{kind.__name__} cannot be created again for each rank's part: its constructor must take params first, "
             f"and then require nothing that its defaults lack; they lack {', '.join(needed) or 'nothing'}.\n"
             "Use strategy ddp, the optimizer inside it, or one that passes its arguments to Optimizer as defaults."
         )
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in others)
-    accepted = optimizer.defaults if takes_any else {each.name for each in named}
+    takes_any = any(param.kind is param.VAR_KEYWORD for param in others)
+    accepted = optimizer.defaults if takes_any else {param.name for param in named}
     defaults = {name: value for name, value in optimizer.defaults.items() if name in accepted}
     device = optimizer.param_groups[0]["params"][0].device
     # Hooks read and change whole gradients; maybe on one rank only, for a log.

@@ -58,17 +58,17 @@ def shard_bounds(numel: int, num_ranks: int, itemsize: int) -> list[tuple[int, i
 def cut_ranges(ranges: Sequence[ShardRange], start: int, stop: int) -> list[ShardRange]:
     """Return the parts from element ``start`` to ``stop`` of flat memory that ``ranges`` fill back to back."""
     inside = []
-    for offset, each in with_offsets(ranges):
-        first, last = max(start, offset), min(stop, offset + each.numel)
+    for offset, part in with_offsets(ranges):
+        first, last = max(start, offset), min(stop, offset + part.numel)
         if first < last:
-            shift = each.start - offset
-            inside.append(each._replace(start=first + shift, stop=last + shift))
+            shift = part.start - offset
+            inside.append(part._replace(start=first + shift, stop=last + shift))
     return inside
 
 
 def with_offsets(ranges: Sequence[ShardRange]) -> Iterator[tuple[int, ShardRange]]:
     """Return each range with the offset at which it begins, if they lie back to back."""
-    return zip(accumulate((each.numel for each in ranges), initial=0), ranges, strict=False)
+    return zip(accumulate((part.numel for part in ranges), initial=0), ranges, strict=False)
 
 
 class FlatBuffer:
@@ -97,8 +97,8 @@ class FlatBuffer:
     """
 
     def __init__(self, members: list[Member], allocate: Allocate, *, num_ranks: int, owner: int | None = None) -> None:
-        self.parameters, self.ranges = [each for each, _ in members], [whole for _, whole in members]
-        numel = sum(whole.numel for whole in self.ranges)
+        self.parameters, self.ranges = [param for param, _ in members], [part for _, part in members]
+        numel = sum(part.numel for part in self.ranges)
         memory = allocate(padded_numel(numel, self.parameters[0].itemsize, num_ranks), self.parameters[0])
         self.common = memory if isinstance(memory, CommonMemory) else None
         self.padded, self.written = (memory, memory) if isinstance(memory, Tensor) else (memory.own, memory.shared)
@@ -106,8 +106,8 @@ class FlatBuffer:
         # Ranges are computed once, because every step needs them.
         owned = [(0, numel if rank == owner else 0) for rank in range(num_ranks)]
         self.bounds = shard_bounds(numel, num_ranks, self.flat.itemsize) if owner is None else owned
-        self.ranges_of_rank = [cut_ranges(self.ranges, *each) for each in self.bounds]
-        self._parameter_of = {whole.parameter: parameter for parameter, whole in members}
+        self.ranges_of_rank = [cut_ranges(self.ranges, *bounds) for bounds in self.bounds]
+        self._parameter_of = {part.parameter: parameter for parameter, part in members}
         # Strides such as channels_last are kept: kernels and gradients rely on them. Later conversions to other strides
         # are undone, since the optimizer's state and the buckets have this order of elements.
         self._views = cut_views(self.flat, self.parameters)
@@ -122,11 +122,11 @@ class FlatBuffer:
         """
         if [parameter.data_ptr() for parameter in self.parameters] == self._pointers:
             return
-        for each in self.parameters:
-            if each.device != self.flat.device or each.dtype != self.flat.dtype:
+        for parameter in self.parameters:
+            if parameter.device != self.flat.device or parameter.dtype != self.flat.dtype:
                 raise ConfigurationError(
                     f"Parameters were {self.flat.dtype} on {self.flat.device} when the optimizer was made, and are now "
-                    f"{each.dtype} on {each.device}.\nMove or convert the model before the optimizer is made."
+                    f"{parameter.dtype} on {parameter.device}.\nMove or convert the model before the optimizer is made."
                 )
         with torch.no_grad():
             foreach_copy_(self._views, [parameter.detach() for parameter in self.parameters])
@@ -148,11 +148,11 @@ class FlatBuffer:
         # Not zeros: segments without a gradient are not read.
         shard = torch.empty_like(self.shard_of(rank))
         targets, sources = [], []
-        for offset, each in with_offsets(self.ranges_of_rank[rank]):
-            parameter = self._parameter_of[each.parameter]
+        for offset, part in with_offsets(self.ranges_of_rank[rank]):
+            parameter = self._parameter_of[part.parameter]
             if parameter.grad is not None:
-                targets.append(shard[offset : offset + each.numel])
-                sources.append(flatten_like(parameter.grad, parameter)[each.start : each.stop])
+                targets.append(shard[offset : offset + part.numel])
+                sources.append(flatten_like(parameter.grad, parameter)[part.start : part.stop])
         if targets:
             foreach_copy_(targets, sources)
         return shard
@@ -171,17 +171,17 @@ def partition_by_parameter(members: Sequence[Member], num_ranks: int, allocate: 
     from the largest to the smallest, each to the rank with the fewest elements so far.
     """
     buffers = []
-    for alike in grouped(members, _kind_of).values():
+    for group in grouped(members, _kind_of).values():
         owned: list[list[Member]] = [[] for _ in range(num_ranks)]
         loads = [0] * num_ranks
         # All ranks compute this, so ties must be resolved equally: by index (the sort is stable), never by address.
-        for member in sorted(alike, key=lambda member: -member[1].numel):
+        for member in sorted(group, key=lambda member: -member[1].numel):
             rank = loads.index(min(loads))
             owned[rank].append(member)
             loads[rank] += member[1].numel
-        for owner, mine in enumerate(owned):
-            if mine:
-                ordered = _aligned(sorted(mine, key=lambda member: member[1]))
+        for owner, owned_members in enumerate(owned):
+            if owned_members:
+                ordered = _aligned(sorted(owned_members, key=lambda member: member[1]))
                 buffers.append(FlatBuffer(ordered, allocate, num_ranks=num_ranks, owner=owner))
     return buffers
 
@@ -210,15 +210,15 @@ class _ArrivingParameter(nn.Parameter):
     @classmethod
     @keep_out_of_graphs
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        _arrive(tree_leaves((args, kwargs)))
+        _wait_for(tree_leaves((args, kwargs)))
         return func(*args, **(kwargs or {}))
 
 
-def _arrive(values: Iterable[object]) -> None:
-    for each in values:
-        if type(each) is _ArrivingParameter:
-            _arrivals.get(id(each), lambda: None)()
-            each.__class__ = nn.Parameter  # type: ignore[assignment]  # also of a copy, which is in no buffer
+def _wait_for(values: Iterable[object]) -> None:
+    for value in values:
+        if type(value) is _ArrivingParameter:
+            _arrivals.get(id(value), lambda: None)()
+            value.__class__ = nn.Parameter  # type: ignore[assignment]  # also of a copy, which is in no buffer
 
 
 @contextmanager
@@ -243,12 +243,12 @@ def wait_late(gathers: Sequence[Gather], device: torch.device) -> Iterator[None]
             parameter.__class__ = nn.Parameter
             _arrivals.pop(id(parameter), None)
 
-    def before_forward(module: nn.Module, _inputs: Any) -> None:
-        own = own_parameters(module).values()
-        if isinstance(module, jit.ScriptModule) or (own and main and torch.accelerator.current_stream(device) != main):
-            for each in gathers:
-                finish(*each)
-        _arrive(own)
+    def before_forward(layer: nn.Module, _inputs: Any) -> None:
+        own = own_parameters(layer).values()
+        if isinstance(layer, jit.ScriptModule) or (own and main and torch.accelerator.current_stream(device) != main):
+            for gather in gathers:
+                finish(*gather)
+        _wait_for(own)
 
     hook = nn.modules.module.register_module_forward_pre_hook(before_forward)
     try:
@@ -260,7 +260,7 @@ def wait_late(gathers: Sequence[Gather], device: torch.device) -> Iterator[None]
     finally:
         hook.remove()
         for buffer, _ in gathers:
-            _arrive(buffer.parameters)
+            _wait_for(buffer.parameters)
 
 
 def stop_waiting(parameters: Iterable[nn.Parameter]) -> None:
@@ -289,13 +289,13 @@ def start_parameter_gather(buffers: Sequence[FlatBuffer], group: Group, *, alone
         alone: Whether the caller waits next, and has nothing else to do.
     """
     gathers: list[Gather] = []
-    for buffer in (each for each in buffers if group.size() > 1 and each.common is None):
+    for buffer in (buffer for buffer in buffers if group.size() > 1 and buffer.common is None):
         if buffer.has_equal_slices and collectives.has_all_gather(group, buffer.flat.device):
             works = [collectives.all_gather_slices(buffer.padded, group=group, alone=alone)]
         else:
             send = partial(collectives.broadcast_async, group=group, alone=alone)
             shards = [(rank, buffer.shard_of(rank)) for rank in range(group.size())]
-            works = [send(each, src=rank) for rank, each in shards if each.numel()]
+            works = [send(shard, src=rank) for rank, shard in shards if shard.numel()]
         gathers.append((buffer, works))
     return gathers
 
@@ -412,11 +412,11 @@ class ShardOptimizer:
         self._segments: list[Segment] = []
         self._shards = [buffer.shard_of(rank, buffer.written) for buffer in buffers]
         self._parameters = {
-            whole.parameter: parameter
+            part.parameter: parameter
             for buffer in buffers
-            for parameter, whole in zip(buffer.parameters, buffer.ranges, strict=True)
+            for parameter, part in zip(buffer.parameters, buffer.ranges, strict=True)
         }
-        passes_once = any(each.get("fused") or each.get("foreach") for each in options)
+        passes_once = any(settings.get("fused") or settings.get("foreach") for settings in options)
         self._chunks: list[tuple[int, int, list[ShardRange]]] = []
         for index, buffer in enumerate(buffers):
             ranges, shard = buffer.ranges_of_rank[rank], self._shards[index]
@@ -425,7 +425,7 @@ class ShardOptimizer:
             size = max(_CHUNK_BYTES // shard.itemsize if is_cut else shard.numel(), 1)
             for start in range(0, shard.numel(), size):
                 self._chunks.append((index, start, cut_ranges(ranges, start, start + size)))
-        self._install(options, lambda each: each.group)
+        self._install(options, lambda shard_range: shard_range.group)
 
     def set_gradients(self, gradients: Sequence[Tensor], present: Sequence[bool]) -> None:
         """Give an element-wise optimizer its gradients, until `drop_gradients`; others take ``param.grad``.
@@ -440,7 +440,7 @@ class ShardOptimizer:
             # the segment and its state are split permanently. Nothing is saved and restored, and the result is exact.
             segments: list[Segment] = []
             for segment in self._segments:
-                runs = [list(run) for _, run in groupby(segment.ranges, key=lambda each: present[each.parameter])]
+                runs = [list(run) for _, run in groupby(segment.ranges, key=lambda part: present[part.parameter])]
                 segments += [segment] if len(runs) == 1 else self._split(segment, runs)
             self._segments = segments
         for segment in self._segments:
@@ -450,7 +450,7 @@ class ShardOptimizer:
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients that the optimizer has now."""
-        return [each.parameter.grad for each in self._segments if each.parameter.grad is not None]
+        return [segment.parameter.grad for segment in self._segments if segment.parameter.grad is not None]
 
     def drop_gradients(self) -> None:
         """Release the gradients of an element-wise optimizer."""
@@ -463,20 +463,20 @@ class ShardOptimizer:
         for segment in self._segments:
             if segment.parameter in self.optimizer.state:
                 entries = self.optimizer.state[segment.parameter]
-                for offset, each in with_offsets(segment.ranges):
-                    yield each, segment.cut(entries, offset, each.numel)
+                for offset, part in with_offsets(segment.ranges):
+                    yield part, segment.cut(entries, offset, part.numel)
 
     def values(self) -> Iterator[tuple[ShardRange, dict[str, Any]]]:
         """Yield the elements themselves, by range, in the same form."""
         for segment in self._segments:
-            for offset, each in with_offsets(segment.ranges):
-                yield each, {VALUE: segment.parameter[offset : offset + each.numel]}
+            for offset, part in with_offsets(segment.ranges):
+                yield part, {VALUE: segment.parameter[offset : offset + part.numel]}
 
     def load(self, read: Read, options: Options) -> None:
         """Create the optimizer again, with the state that ``read`` returns and these options, by param group."""
-        found = {each: read(each) for _, _, ranges in self._chunks for each in ranges}
+        states = {shard_range: read(shard_range) for _, _, ranges in self._chunks for shard_range in ranges}
         # Only ranges with the same number of steps may share a segment.
-        self._install(options, lambda each: (each.group, _numbers_of(found[each])))
+        self._install(options, lambda shard_range: (shard_range.group, _numbers_of(states[shard_range])))
         # load_state_dict() moves entries to the device and dtype that the optimizer needs; it identifies parameters by
         # their number over all groups.
         saved = self.optimizer.state_dict()
@@ -484,7 +484,7 @@ class ShardOptimizer:
         number_of = {id(parameter): number for number, parameter in enumerate(in_order)}
         for segment in self._segments:
             # The entries are released one by one: there may be no room for two copies of the shard.
-            parts = [entries for each in segment.ranges if (entries := found.pop(each)) is not None]
+            parts = [entries for shard_range in segment.ranges if (entries := states.pop(shard_range)) is not None]
             if parts:  # else keep what the constructor may have created
                 saved["state"][number_of[id(segment.parameter)]] = {
                     name: torch.cat([part[name] for part in parts]) if is_flat(value) else _copy(value)
@@ -496,10 +496,10 @@ class ShardOptimizer:
         """Create segments of neighbours with the same ``key``, and an optimizer for them."""
         self._segments = []
         for buffer, offset, ranges in self._chunks:
-            alike = key if self._elementwise else None  # None: each range is a whole parameter and a segment
-            runs = [list(run) for _, run in groupby(ranges, key=alike)]
+            run_key = key if self._elementwise else None  # None: each range is a whole parameter and a segment
+            runs = [list(run) for _, run in groupby(ranges, key=run_key)]
             self._segments += self._make_segments(buffer, offset, runs)
-        groups: list[dict[str, Any]] = [{**each, "params": []} for each in options]
+        groups: list[dict[str, Any]] = [{**settings, "params": []} for settings in options]
         for segment in self._segments:
             groups[segment.ranges[0].group]["params"].append(segment.parameter)
         self.optimizer = self._make(groups)
@@ -508,7 +508,7 @@ class ShardOptimizer:
         """Return a segment for each run of ranges, back to back from ``offset`` in this rank's shard of a buffer."""
         segments = []
         for run in runs:
-            end = offset + sum(each.numel for each in run)
+            end = offset + sum(shard_range.numel for shard_range in run)
             if self._elementwise:
                 parameter = nn.Parameter(self._shards[buffer][offset:end].detach())
             else:
@@ -521,7 +521,7 @@ class ShardOptimizer:
         parts = self._make_segments(segment.buffer, segment.offset, runs)
         group = self.optimizer.param_groups[segment.ranges[0].group]["params"]
         # By identity: == of tensors compares elements.
-        place = next(index for index, each in enumerate(group) if each is segment.parameter)
+        place = next(index for index, parameter in enumerate(group) if parameter is segment.parameter)
         group[place : place + 1] = [part.parameter for part in parts]
         if segment.parameter in self.optimizer.state:
             entries = self.optimizer.state.pop(segment.parameter)
@@ -568,15 +568,15 @@ def gather_full_state(
 
     Collective: every rank. Blocks.
     """
-    mine = [
+    own_rows = [
         [index, start, stop, {name: _copy(value, "cpu") for name, value in entries.items()}]
         for (index, start, stop, _), entries in held
     ]
-    shards = collectives.gather_states(mine, group=group, device=parameters[0].device, to=to)
+    shards = collectives.gather_states(own_rows, group=group, device=parameters[0].device, to=to)
     if not shards:
         return None
     state: dict[int, dict[str, Any]] = {}
-    for index, start, stop, entries in sorted((each for rank in shards for each in rank), key=lambda each: each[0]):
+    for index, start, stop, entries in sorted((row for rank in shards for row in rank), key=lambda row: row[0]):
         parameter, whole = parameters[index], state.setdefault(index, {})
         for name, value in entries.items():
             if not (flat and is_flat(value)):

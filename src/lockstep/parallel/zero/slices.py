@@ -64,7 +64,7 @@ def _read_gradient(parameter: Tensor) -> Tensor | None:
 
 def quietly_read(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Return the gradients of those that have one; this does not count as a read by the script."""
-    return [each for each in map(_GRAD.__get__, parameters) if each is not None]
+    return [gradient for gradient in map(_GRAD.__get__, parameters) if gradient is not None]
 
 
 class _WatchedParameter(nn.Parameter):
@@ -273,33 +273,33 @@ def find_reducer(parameters: Sequence[nn.Parameter]) -> Reducer:
     Raises:
         ConfigurationError: There is none, or more than one, or it cannot reduce to slices.
     """
-    given = {id(parameter) for parameter in parameters}
+    ids = {id(parameter) for parameter in parameters}
 
     def find_all() -> list[Reducer]:
-        return [each for each in live_reducers() if not given.isdisjoint(map(id, each.bucket_set.parameters))]
+        return [reducer for reducer in live_reducers() if not ids.isdisjoint(map(id, reducer.bucket_set.parameters))]
 
-    found = find_all()
-    if len(found) > 1:
+    reducers = find_all()
+    if len(reducers) > 1:
         gc.collect()  # an unused wrapper may still exist in a reference cycle, on some ranks only
-        found = find_all()
-    trained = {id(parameter) for each in found for parameter in each.bucket_set.parameters}
-    if not found:
+        reducers = find_all()
+    trained = {id(parameter) for reducer in reducers for parameter in reducer.bucket_set.parameters}
+    if not reducers:
         problem = "no lockstep.DistributedDataParallel averages these parameters' gradients"
         advice = "Wrap the model before the optimizer is made"
-    elif len(found) > 1:
-        problem = f"{len(found)} live lockstep.DistributedDataParallel wrappers average these parameters' gradients"
+    elif len(reducers) > 1:
+        problem = f"{len(reducers)} live lockstep.DistributedDataParallel wrappers average these parameters' gradients"
         advice = "Only one can use shard_gradients: delete those that are no longer used"
-    elif missing := trained - given:
+    elif missing := trained - ids:
         problem = f"{len(missing)} of the {len(trained)} trained parameters of the wrapper are not in this optimizer"
         advice = "Give it all of model.parameters()"
-    elif any(bucket.spec.sparse for bucket in found[0].bucket_set.buckets):
+    elif any(bucket.spec.sparse for bucket in reducers[0].bucket_set.buckets):
         problem = "the model has layers with sparse gradients"
         advice = "Build them with sparse=False, train them with an optimizer of their own"
-    elif not isinstance(found[0].reduction, AllReduceMean):
+    elif not isinstance(reducers[0].reduction, AllReduceMean):
         problem = "the wrapper has compression, a communication hook, or another optimizer with shards"
         advice = "Use one or the other"
     else:
-        return found[0]
+        return reducers[0]
     raise ConfigurationError(f"shard_gradients=True, but {problem}.\n{advice}, or leave shard_gradients out.")
 
 
