@@ -21,17 +21,7 @@ from lockstep.accelerator import default_device
 from lockstep.comm.collectives import broadcast_object
 from lockstep.comm.world import World
 from lockstep.errors import ConfigurationError, LockstepError
-from lockstep.study.common import (
-    FEWEST_ROUNDS,
-    Shown,
-    Spread,
-    Table,
-    check_numbers,
-    load,
-    log,
-    paired_ratio,
-    run_ranks,
-)
+from lockstep.study.common import FEWEST_ROUNDS, Shown, Spread, Table, check_numbers, load, log, paired_ratio, run_ranks
 from lockstep.study.compare import benchmark
 from lockstep.study.compare.benchmark import Entrant
 from lockstep.train.plan import PER_PROCESS, check_batch
@@ -211,6 +201,12 @@ class Result:
             return "within the noise"
         return "" if self.ratio.median >= WORTH else "too little to matter"
 
+    @property
+    def seemed(self) -> str:
+        """The change and its speed-up, if it seemed faster when its time was up; else empty."""
+        early = self.ratio if self.stage != TOGETHER and self.num_rounds < FEWEST_ROUNDS else None
+        return f"{in_words(self.changes)} {early.median:.2f} times as fast" if early and early.median >= WORTH else ""
+
 
 def tune(
     task: Task | str,
@@ -339,17 +335,10 @@ class Sweep(Shown):
             text = "The total gain was not measured: time was up."
             if self.total is not None:
                 text = f"All changes together: {_times(self.total)} of the settings at the start."
-        seemed, factor = [], 2.0
-        for each in self.results:
-            early = each.stage != TOGETHER and each.num_rounds < FEWEST_ROUNDS
-            if early and each.ratio and each.ratio.median >= WORTH:
-                seemed.append(f"{in_words(each.changes)} {each.ratio.median:.2f} times as fast")
-                factor = max(factor, FEWEST_ROUNDS / each.num_rounds)
-        if not seemed:
-            return text
-        longer = f"run again with --minutes {math.ceil(factor * self.seconds / 60)}"
-        text = text.replace("is faster", "is known to be faster")
-        return f"{text} When time was up, these seemed faster: {'; '.join(seemed)}: {longer}."
+        if seemed := "; ".join(filter(None, (each.seemed for each in self.results))):
+            text = f"{text.replace('is faster', 'is known to be faster')} When time was up, these seemed faster: "
+            text += f"{seemed}: run again with --minutes {math.ceil(self.seconds / 30)}."
+        return text
 
     def threads(self, settings: FitSettings) -> int:
         """Return the number of threads of one process in a run with these settings."""

@@ -204,7 +204,7 @@ def test_the_file_says_what_each_setting_gave_and_train_reads_it(tmp_path):
     assert FitSettings(**read_settings(tmp_path / "tuned.toml")) == FitSettings(devices=2, clip=1.0, workers=2)
 
 
-@pytest.mark.parametrize(("rounds", "seconds", "minutes"), [(3, 300, 10), (1, 60, 5)])
+@pytest.mark.parametrize(("rounds", "seconds", "minutes"), [(3, 300, 10), (1, 40, 2)])
 def test_what_seemed_faster_when_time_was_up_is_in_the_verdict(rounds, seconds, minutes):
     slower = Result("loading", {"workers": 2}, Effect.BITS, Spread(0.9, 0.8, 1.1), rounds)
     one = Result("strategy", {"strategy": "dp"}, Effect.ROUNDING, Spread(2.32, 0.9, 2.4), rounds)

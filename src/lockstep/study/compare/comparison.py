@@ -217,17 +217,15 @@ def tables(comparison: Comparison) -> tuple[Table, Table]:
     of_speed = ("samples/s", "speed-up", "low - high", "peak MiB", "loss", "vs single")
     of_step = ("step", "data\nwait", "forward", "backward", "exposed", "optimizer", "core\nwait", "other")
     speeds, steps = [], []
-    for candidate in comparison.contenders:
-        rate, gain, difference = number(candidate.samples_per_s.median), candidate.speed_up, candidate.loss_difference
-        peak = f"{max(candidate.peak_bytes) / MIB:,.0f}" if candidate.peak_bytes else "-"
+    for each in comparison.contenders:
+        rate, gain, difference = number(each.samples_per_s.median), each.speed_up, each.loss_difference
+        peak = f"{max(each.peak_bytes) / MIB:,.0f}" if each.peak_bytes else "-"
         span, against = f"{gain.low:.2f} - {gain.high:.2f}", f"{difference:+.1e}" if difference else "0"
-        if candidate is comparison.single:
+        if each is comparison.single:
             span = against = "-"
-        times, loss = f"{gain.median:.2f}x", f"{candidate.last_loss:.4f}"
-        speeds.append((candidate.strategy, rate, times, span, peak, loss, against))
-        step = candidate.step
-        parts = ("-" if (taken_s := getattr(step, f"{name}_s")) is None else _ms(taken_s) for name in _TIMED)
-        steps.append((candidate.strategy, _ms(step.total_s), *parts))
+        speeds.append((each.strategy, rate, f"{gain.median:.2f}x", span, peak, f"{each.last_loss:.4f}", against))
+        parts = ("-" if (taken_s := getattr(each.step, f"{name}_s")) is None else _ms(taken_s) for name in _TIMED)
+        steps.append((each.strategy, _ms(each.step.total_s), *parts))
     return (
         Table(title, ("strategy", *of_speed), speeds, numbers=of_speed),
         Table("Time per step (ms)", ("strategy", *of_step), steps, numbers=of_step),
@@ -345,12 +343,12 @@ def _recommend(comparison: Comparison) -> tuple[Candidate | None, str]:
     nearest = max(comparison.others, key=lambda each: each.speed_up.median)
     gain, name = nearest.speed_up, nearest.strategy
     measured = f"{gain.median:.2f}x single's speed {_range(gain)}"
-    more = f"For more rounds: {_again(comparison.setup, max(10, 2 * num_rounds))}"
+    command, more = re.sub(r" --rounds[ =]\d+", "", comparison.setup.command), max(10, 2 * num_rounds)
+    again = f"For more rounds: {command} --rounds {more}" if command else f"For more rounds: rounds={more}"
     if num_rounds < FEWEST_ROUNDS:
-        few = f"Too few rounds to decide, {num_rounds} of at least {FEWEST_ROUNDS}"
-        return None, f"{few}: {name} comes to {measured}. {more}"
+        return None, f"Too few rounds to decide, {num_rounds} of {FEWEST_ROUNDS}: {name} comes to {measured}. {again}"
     if gain.holds(1.0) and gain.high >= WORTH:
-        return None, f"These rounds do not tell whether {name} is any faster: {measured}. {more}"
+        return None, f"These rounds do not tell whether {name} is any faster: {measured}. {again}"
     if gain.holds(1.0):
         return single, f"More devices gain nothing: {name} ties with single at {measured}."
     if gain.median < 1.0:
@@ -365,12 +363,6 @@ def _recommend(comparison: Comparison) -> tuple[Candidate | None, str]:
     if rest := [each.strategy for each in tied if each is not chosen]:
         text += f" {_and(rest)} {'ties' if len(rest) == 1 else 'tie'} with it."
     return chosen, text
-
-
-def _again(setup: Setup, num_rounds: int) -> str:
-    """Return the command with that many rounds, or the argument if it was called in Python."""
-    command = re.sub(r" --rounds[ =]\d+", "", setup.command)
-    return f"{command} --rounds {num_rounds}" if command else f"rounds={num_rounds}"
 
 
 def _explain(comparison: Comparison, chosen: Candidate | None) -> str:

@@ -115,7 +115,7 @@ def test_fewer_than_five_rounds_decide_nothing(num_rounds):
     verdict = judge(found)
     assert verdict.use == ""
     assert verdict.sentences[0] == (
-        f"Too few rounds to decide, {num_rounds} of at least 5: ddp comes to 2.00x single's speed (2.00x to 2.00x). "
+        f"Too few rounds to decide, {num_rounds} of 5: ddp comes to 2.00x single's speed (2.00x to 2.00x). "
         "For more rounds: lockstep compare digits.py --devices 2 --set dim=8 --rounds 10"
     )
     assert [text.split()[:2] for text in verdict.sentences[1:]] == [["The", "losses"], ["Compared", "with"]]
