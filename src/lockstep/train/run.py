@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -155,7 +155,6 @@ class Run:
         # A resumed run may have done more steps than it is now asked for, or is about to end, as a callback has asked.
         planned = trainer.plan.num_steps
         self.num_steps = max(min(planned, self._ends_after or planned), self._first_step)
-        averaging = trainer.strategy.averaging
         # A rank that takes the place of a lost one gets the state here.
         self._recovery = self._open_recovery(is_late=is_late)
         if is_late and checkpoints is not None:
@@ -165,16 +164,21 @@ class Run:
         self._stragglers = StragglerReporter(functools.partial(self._log, "straggler"))
         self._display = live_view.Display(settings.view, silent=settings.quiet or not world.is_rank_zero)
         self._num_caveats = self._num_skipped = self._num_not_finite = 0  # reported so far
+        self._begin(lines, is_late=is_late)
+
+    def _begin(self, lines: Sequence[str], *, is_late: bool) -> None:
+        """Show the plan and the state that was resumed, in ``lines``, and call the callbacks."""
         if not is_late:
             self._show_plan(lines)
         self._report()
-        self._record.deliver(None if settings.quiet else self._display)
+        self._record.deliver(None if self._settings.quiet else self._display)
         self._callbacks.given.insert(0, self._record)  # of which the live view and the sinks get their figures
         self._call("on_start")
         if not is_late and self._callbacks.have("on_start"):
             self._due.insert(0, "grant")
+        averaging = self.trainer.strategy.averaging
         if is_late and averaging is not None and averaging.exchange():  # the one that the others are in
-            self._find_due(checks=trainer.is_check_due, compares=False)
+            self._find_due(checks=self.trainer.is_check_due, compares=False)
 
     def _open_evaluator(self) -> Evaluator | None:
         """Check that all ranks have the same data, and try the evaluation, if there is one. Collective: every rank."""
