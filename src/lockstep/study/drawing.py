@@ -57,7 +57,8 @@ def bars(part: Part, bars_s: Sequence[tuple[float | str, float, float]], *, heig
         "x": [round(seconds * 1e3, 3) for seconds in lasts_s],
         "width": height,
         "marker": {"color": part.color, "pattern": {"shape": part.hatch, "fillmode": "overlay", "size": 6}},
-        "hovertemplate": "%{x:.2f} ms",
+        "hovertext": [f"{seconds * 1e3:.2f} ms" for seconds in lasts_s],  # x would be the end
+        "hovertemplate": "%{hovertext}",
     }
 
 

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -166,7 +166,7 @@ class Run:
         self._num_caveats = self._num_skipped = self._num_not_finite = 0  # reported so far
         self._begin(lines, is_late=is_late)
 
-    def _begin(self, lines: Sequence[str], *, is_late: bool) -> None:
+    def _begin(self, lines: list[str], *, is_late: bool) -> None:
         """Show the plan and the state that was resumed, in ``lines``, and call the callbacks."""
         if not is_late:
             self._show_plan(lines)

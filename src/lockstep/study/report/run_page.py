@@ -82,7 +82,7 @@ class Report(Shown):
 def report(
     run: str | os.PathLike[str],
     *,
-    against: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
+    against: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
     price: str | None = None,
 ) -> Report:
     """Return the report of a run that was recorded with ``run_dir``: speed, where the time went, advice.
@@ -96,7 +96,8 @@ def report(
         ConfigurationError: Nothing was recorded in a folder, or the price cannot be read.
     """
     view = view_run(Path(run))
-    others = [view_run(Path(each)) for each in ([against] if isinstance(against, str | os.PathLike) else against)]
+    folders = [against] if isinstance(against, str | os.PathLike) else against or ()
+    others = [view_run(Path(each)) for each in folders]
     baselines = [compare_with_baseline(view, other, is_only=len(others) == 1) for other in others]
     return Report(view, baselines, find_costs(view.run, price))
 
