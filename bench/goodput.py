@@ -69,14 +69,14 @@ class Measured:
 
 def measure(contender: Contender, row: Row) -> Measured:
     """Train with a few deaths, far from each other; return the medians."""
-    choice, deaths = random.Random(0), list[float]()
+    choice, deaths, killed = random.Random(0), list[float](), set[int]()
     with job(contender, RANKS, *row.flags, pause_s=STEP_S) as made:
         made.wait(made.newest)
         # A checkpoint first, and spares that are ready.
         made.sleep(max(3.0, 1.5 * row.every * STEP_S) + 3.0 * contender.spares)
         for _ in range(NUM_DEATHS):
             made.sleep(APART_S + choice.random() * STEP_S)
-            deaths.append(kill(made, choice))
+            deaths.append(kill(made, choice, killed))
             made.wait(lambda: any(at_s > deaths[-1] for at_s in whole_steps(after(made, deaths[-1])).values()))
             made.sleep(3.0 * bool(contender.spares))
         whole = whole_steps(made.read())
@@ -99,21 +99,22 @@ def after(made: Job, died_s: float) -> list[Event]:
     return [event for event in made.read() if event.at_s > died_s and event.what == "done"]
 
 
-def kill(made: Job, choice: random.Random) -> float:
-    """Kill one of the ranks; return when, or NaN if none runs. Not the only one that has done steps."""
-    alive = made.alive()
-    have_state = {event.pid for event in made.events if event.what == "done"} & set(alive.values())
-    found = [pid for pid in alive.values() if have_state != {pid} or len(alive) == 1]
-    if not found:
+def kill(made: Job, choice: random.Random, killed: set[int]) -> float:
+    """Kill one of the ranks that are not in ``killed``; return when, or NaN if none may be killed."""
+    alive = set(made.alive().values()) - killed  # one that was killed just now is there until the launcher sees it
+    have_state = {event.pid for event in made.events if event.what == "done"} & alive
+    # Not the only one that has the state: without checkpoints, the job would begin again.
+    if not (found := sorted(alive - have_state if len(have_state) == 1 else alive)):
         return math.nan
-    died_s = time.monotonic()
-    psutil.Process(choice.choice(sorted(found))).kill()
+    died_s, pid = time.monotonic(), choice.choice(found)
+    psutil.Process(pid).kill()
+    killed.add(pid)
     return died_s
 
 
 def run(contender: Contender, row: Row, seconds: float, choice: random.Random) -> tuple[int, float, float]:
     """Train with failures; return how many there were, the steps that were done and not lost, and the seconds."""
-    num_failures = 0
+    killed: set[int] = set()
     with job(contender, RANKS, *row.flags, pause_s=STEP_S) as made:
         made.wait(made.newest)
         made.sleep(3.0 * contender.spares)
@@ -124,13 +125,13 @@ def run(contender: Contender, row: Row, seconds: float, choice: random.Random) -
         at_s = began_s + choice.expovariate(1 / row.mtbf_s)
         while at_s < began_s + seconds:
             made.sleep(at_s - time.monotonic())
-            num_failures += not math.isnan(kill(made, choice))
+            kill(made, choice, killed)
             at_s += choice.expovariate(1 / row.mtbf_s)
         made.sleep(began_s + seconds - time.monotonic())
         took_s = time.monotonic() - began_s
         done = [event for event in made.read() if event.what == "done"]
         # Steps that were lost were done again, or will be: the newest of the ranks that run is what is left.
-        return num_failures, done[-1].step - begin, took_s
+        return len(killed), done[-1].step - begin, took_s
 
 
 def show(name: str, every_s: float, mtbf_s: float, measured: float, predicted: float, more: str = "") -> None:
