@@ -19,7 +19,7 @@ import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -31,8 +31,10 @@ _PATIENCE_S = 5.0
 def main() -> None:
     torch.set_num_threads(1)
     if sys.argv[1] == "--serve":
+        answers = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # what modules print
         train = importlib.import_module(f"bench.conformance_peers.{sys.argv[2]}").train
-        fields = serve()
+        fields = serve(answers)
     else:
         train = importlib.import_module(f"bench.conformance_peers.{sys.argv[1]}").train
         fields = json.loads(sys.argv[2])
@@ -48,14 +50,12 @@ def main() -> None:
         os._exit(0)  # freeing all that was imported takes seconds
 
 
-def serve() -> dict[str, Any] | None:
-    """Run the jobs that come in as lines of JSON; print for each the exit code, None if it hung.
+def serve(answers: IO[str]) -> dict[str, Any] | None:
+    """Run the jobs that come in as lines of JSON; write for each the exit code to ``answers``, None if it hung.
 
     Returns:
         In a rank, its case. In the server, None at the end.
     """
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what modules print
     for line in sys.stdin:
         job = json.loads(line)
         with socket.create_server(("127.0.0.1", 0)) as listener:
