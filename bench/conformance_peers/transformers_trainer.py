@@ -33,16 +33,14 @@ class Model(nn.Module):
         if case.switch == SYNC:
             self.net = nn.SyncBatchNorm.convert_sync_batchnorm(self.net)
 
-    def forward(
-        self, index: Tensor, inputs: Tensor, labels: Tensor, num_items_in_batch: Tensor | None = None
-    ) -> dict[str, Tensor]:
-        """Return the loss and the logits."""
+    def forward(self, index: Tensor, inputs: Tensor, labels: Tensor, **kwargs: Any) -> dict[str, Tensor]:
+        """Return the loss and the logits. By ``kwargs`` the Trainer knows that it may pass ``num_items_in_batch``."""
         if torch.is_grad_enabled():
             record("samples", indices=index.tolist())
         logits = self.net(inputs)
         loss = shared.loss_from(logits, labels)
-        if num_items_in_batch is not None:
-            loss = loss * (labels != shared.PADDING).sum() / num_items_in_batch
+        if kwargs.get("num_items_in_batch") is not None:
+            loss = loss * (labels != shared.PADDING).sum() / kwargs["num_items_in_batch"]
         return {"loss": loss, "logits": logits}
 
 

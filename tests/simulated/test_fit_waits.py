@@ -43,17 +43,17 @@ class Partly(nn.Module):
 LOW = {"model": network, "loss": low}
 # By name: the task, the settings, and the function in which the host waits for the report of the step.
 STEPS = {
-    "plain": ({}, {}, "on_losses"),
-    "clipped": ({}, {"clip": 0.3}, "on_losses"),
-    "accumulated": ({}, {"accumulate": 2}, "on_losses"),
-    "tokens": ({"loss": token_loss}, {"clip": 0.3}, "on_losses"),
-    "unused": ({"model": Partly}, {}, "on_losses"),
-    "bf16": (LOW, {"precision": "bf16"}, "on_losses"),
+    "plain": ({}, {}, "_add_losses"),
+    "clipped": ({}, {"clip": 0.3}, "_add_losses"),
+    "accumulated": ({}, {"accumulate": 2}, "_add_losses"),
+    "tokens": ({"loss": token_loss}, {"clip": 0.3}, "_add_losses"),
+    "unused": ({"model": Partly}, {}, "_add_losses"),
+    "bf16": (LOW, {"precision": "bf16"}, "_add_losses"),
     "fp16": (LOW, {"precision": "fp16"}, "_update"),
-    "fp16, fused": ({**LOW, "optimizer": fused}, {"precision": "fp16", "clip": 0.3}, "on_losses"),
+    "fp16, fused": ({**LOW, "optimizer": fused}, {"precision": "fp16", "clip": 0.3}, "_add_losses"),
     "skip": ({}, {"on_nan": "skip", "clip": 0.3}, "_update"),
-    "skip, fused": ({"optimizer": fused}, {"on_nan": "skip"}, "on_losses"),
-    "optimizer in backward": ({}, {"overlap_optimizer": True}, "on_losses"),
+    "skip, fused": ({"optimizer": fused}, {"on_nan": "skip"}, "_add_losses"),
+    "optimizer in backward": ({}, {"overlap_optimizer": True}, "_add_losses"),
 }
 
 
