@@ -75,7 +75,7 @@ def split_group(color: int, *, group: Group, device: torch.device) -> Group:
     """
     colors = all_gather_object(color, group=group, device=device)
     ranks = grouped(range(len(colors)), colors.__getitem__)
-    return _noted(lambda: dist.new_subgroups_by_enumeration([ranks[color] for color in sorted(ranks)])[0])
+    return _noted(lambda: dist.new_subgroups_by_enumeration([ranks[key] for key in sorted(ranks)])[0])
 
 
 def _noted(make: Callable[[], Any]) -> Group:

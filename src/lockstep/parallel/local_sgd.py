@@ -119,7 +119,7 @@ def cut_fragments(sizes: Sequence[int], count: int) -> list[range]:
         goal, latest = ends[-1] * part / count, len(sizes) - (count - part)
         # The nearest one; of equally near ones the last.
         cuts.append(min(range(latest, cuts[-1], -1), key=lambda stop: abs(ends[stop] - goal)))
-    return [range(*ends) for ends in pairwise(cuts)]
+    return [range(*bounds) for bounds in pairwise(cuts)]
 
 
 class Fragment:

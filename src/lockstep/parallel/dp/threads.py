@@ -209,7 +209,7 @@ class ReplicaEngine:
                 return module(*positional, **keywords)
 
         modes = map(CallerModes, self.replicas.devices[: len(modules)])
-        calls = [partial(call, *arguments) for arguments in zip(modules, inputs, kwargs, modes, strict=True)]
+        calls = [partial(call, *call_arguments) for call_arguments in zip(modules, inputs, kwargs, modes, strict=True)]
         return list(self._run(dict(enumerate(calls))).values())
 
     def differentiate(
