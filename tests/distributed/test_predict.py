@@ -160,6 +160,7 @@ def test_waiting_for_a_core_is_no_part_of_a_step(task_file, tmp_path, capsys, ra
             "--replacement has no effect without --mtbf.\nAdd --mtbf HOURS, or leave it out.",
         ),
         (["tiny.py", "--link", "1Gb", "--mtbf", "0"], "0.0 is not in the range"),
+        (["tiny.py", "--link", "1Gb", "--mtbf", "nan"], "--mtbf nan is not a time between failures."),
         ([".", "--link", "1Gb"], ". is a folder.\nName a Python file that has a lockstep.Task."),
     ],
 )

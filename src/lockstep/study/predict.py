@@ -404,6 +404,8 @@ def predict_task(
             "There is no link to predict for.\nName one, such as --link 100Mb, or start predict on each machine, which "
             "probes it: lockstep run --nnodes 2 --node-rank I --master-addr HOST -m lockstep predict TASK.py"
         )
+    if mtbf_h is not None and not 0 < mtbf_h < math.inf:
+        raise ConfigurationError(f"--mtbf {mtbf_h} is not a time between failures.\nGive hours, such as 1000.")
     if replacement_s is not None and mtbf_h is None:
         raise ConfigurationError("--replacement has no effect without --mtbf.\nAdd --mtbf HOURS, or leave it out.")
     check_batch(found, settings, num_machines * ranks)
@@ -502,7 +504,7 @@ def sentences(found: Forecast) -> list[str]:
     costs = f"Compared with an hour of one machine, for the same samples, {row.method.name}: {'; '.join(bought)}."
     paying = f"{machines.capitalize()} pay from {', '.join(pays)}." if pays else never
     failing = [found.goodput.sentence()] if found.goodput else []
-    return [*disturbances(found.profile), text, turn_on, paying, f"{costs} Energy is not predicted.", *failing]
+    return [*disturbances(found.profile), text, turn_on, paying, costs, *failing]
 
 
 # --- as a table and JSON ----------------------------------------------------------------------------------------------

@@ -58,12 +58,12 @@ class Usage:
         if price is not None:
             money, word = price.amount * hours, f" {price.currency}".rstrip()
             text += f" at {price.amount:.2f}{word}: {money:{',.2f' if money >= 1 else '.2g'}}{word}"
-        return f"{text}, {format_energy(self.energy_j)}"
+        return text + format_energy(self.energy_j)
 
 
 def format_energy(joules: float, sign: str = "") -> str:
-    """Return a text such as ``energy 410 Wh (whole devices)``, as counters include other processes. NaN is unknown."""
-    return "energy unknown" if math.isnan(joules) else f"energy {_three_digits(joules / 3600, sign)} Wh (whole devices)"
+    """Return ``, energy 410 Wh (whole devices)``, as counters include other processes; nothing for NaN: unknown."""
+    return "" if math.isnan(joules) else f", energy {_three_digits(joules / 3600, sign)} Wh (whole devices)"
 
 
 def _three_digits(value: float, sign: str = "") -> str:

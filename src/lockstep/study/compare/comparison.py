@@ -431,16 +431,18 @@ def _core_wait(comparison: Comparison) -> list[str]:
 
 
 def _costs(comparison: Comparison) -> list[str]:
+    """Return what the samples that single processes in an hour take with each other strategy: time, money, energy."""
     setup, single = comparison.setup, comparison.single
+    # A single process with several threads uses the cores of all ranks, so that it pays for as many devices as they.
     shares_cores = setup.device == "cpu" and single.num_threads > 1
     num_alone = setup.num_devices if shares_cores else 1
-    bought = []
-    for each in comparison.others:
-        more = more_than_alone(1 / each.speed_up.median, setup.num_devices, num_alone, setup.price)
-        per_sample_j = _joules_per_sample(each) - _joules_per_sample(single)
-        energy = format_energy(3600 * single.samples_per_s.median * per_sample_j, "+")
-        bought.append(f"{each.strategy} {more}, {energy}")
-    text = f"Compared with an hour of single, for the same samples: {'; '.join(bought)}."
+    samples_per_hour = 3600 * single.samples_per_s.median
+    costs = []
+    for candidate in comparison.others:
+        time_and_money = more_than_alone(1 / candidate.speed_up.median, setup.num_devices, num_alone, setup.price)
+        per_sample_j = _joules_per_sample(candidate) - _joules_per_sample(single)
+        costs.append(f"{candidate.strategy} {time_and_money}{format_energy(samples_per_hour * per_sample_j, '+')}")
+    text = f"Compared with an hour of single, for the same samples: {'; '.join(costs)}."
     return [text + f" Single has the cores of all {_devices(setup)}, and counts as so many." * shares_cores]
 
 

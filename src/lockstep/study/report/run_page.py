@@ -185,6 +185,9 @@ MOST_ROWS = 16
 # Of a curve; more would not be seen without a large zoom.
 MOST_POINTS = 600
 
+# The load of a shorter run is plotted over seconds, not minutes.
+_SHORT_S = 180
+
 # Metrics of each kind: a record may have any number.
 _MOST_METRICS = 50
 
@@ -212,9 +215,10 @@ def draw(view: View, baselines: Sequence[BaselineComparison] = ()) -> list[str]:
     events = [event for each in runs.values() for event in each.run.events]
     metrics = dict.fromkeys(name for event in events for name in event.metrics or {} if name != "loss")
     logged = dict.fromkeys(name for each in runs.values() for line in each.run.zero.steps for name in line.logged)
-    begin_s = _begin_s(view)
+    begin_s, longest_s = _begin_s(view), max(each.figures.total_s for each in runs.values())
+    unit, unit_s = ("second", 1) if longest_s < _SHORT_S else ("minute", 60)
     over_steps = partial(_over_steps, runs, _marks(view, lambda event: float(event.step)))
-    over_time = partial(_over_time, runs, _marks(view, lambda event: (event.time - begin_s) / 60))
+    over_time = partial(_over_time, runs, _marks(view, lambda event: (event.time - begin_s) / unit_s), unit, unit_s)
     plots = [
         _parts(view),
         draw_timeline(view),
@@ -268,7 +272,13 @@ def _over_steps(
 
 
 def _over_time(
-    runs: Mapping[str, View], marks: Sequence[drawing.Attributes], name: str, heading: str, unit: str
+    runs: Mapping[str, View],
+    marks: Sequence[drawing.Attributes],
+    time_unit: str,
+    time_unit_s: int,
+    name: str,
+    heading: str,
+    unit: str,
 ) -> str | None:
     """Plot a figure of the machines: of each rank, or of several runs the means over their ranks; None if all are 0."""
     scale = MIB if unit == "MiB" else 1
@@ -277,12 +287,13 @@ def _over_time(
         begin_s, points = _begin_s(view), {}
         for rank in shown_ranks(view, len(_COLOURS)):
             lines = [line for line in view.run.ranks[rank].machine[1:] if name in line.figures]
-            points[f"rank {rank}"] = [((line.time - begin_s) / 60, line.figures[name] / scale) for line in lines]
+            times = [(line.time - begin_s) / time_unit_s for line in lines]
+            points[f"rank {rank}"] = [*zip(times, (line.figures[name] / scale for line in lines), strict=True)]
         if run:
             points = {run: _binned(sorted(chain(*points.values())), len(points))}
         curves += map(_Curve, points, points.values(), [colour] if run else _COLOURS)
     is_used = any(value for curve in curves for _, value in curve.points)
-    return _plot_curves(f"{heading[0].upper()}{heading[1:]}", "minute", unit, curves, marks) if is_used else None
+    return _plot_curves(f"{heading[0].upper()}{heading[1:]}", time_unit, unit, curves, marks) if is_used else None
 
 
 def _begin_s(view: View) -> float:
@@ -356,7 +367,8 @@ def _plot_curves(
     y_axis: drawing.Attributes = {
         "title": {"text": unit},
         "hoverformat": ".5g",
-        "rangemode": "tozero" if label == "minute" else "normal",
+        "rangemode": "normal" if label == "step" else "tozero",
+        "exponentformat": "SI" if unit == "samples/s" else "e",  # 10k, but a learning rate of 5e-4
     }
     if len(values) == 1 and any(values):
         y_axis["range"] = sorted([0.0, 2 * values.pop()])

@@ -164,7 +164,7 @@ def test_evaluations_are_drawn_beside_the_training_loss_and_by_metric(tmp_path):
     assert [trace["name"] for trace in both] == names
 
 
-def test_memory_and_load_are_drawn_over_the_time(tmp_path):
+def test_memory_and_load_are_drawn_over_the_time(tmp_path, monkeypatch):
     ranks = [
         [*steps(), *machine_lines(**GPU, core_wait_percent=0.0)],
         [*steps(), *machine_lines(**{**GPU, "gpu_percent": 40.0, "rss_bytes": 2**20})],
@@ -174,10 +174,14 @@ def test_memory_and_load_are_drawn_over_the_time(tmp_path):
     names = ["Memory of each process", "CPU", "GPU busy"]  # but nothing that is always 0
     assert list(found)[-3:] == names
     rank = trace_of(found["Memory of each process"], "rank 1")
-    assert (rank["x"], rank["y"]) == ([0.0333, 0.0667, 0.1, 0.1333], [1.0] * 4)
+    assert (rank["x"], rank["y"]) == ([2.0, 4.0, 6.0, 8.0], [1.0] * 4)
     assert found["GPU busy"]["alt"] == (
-        "GPU busy over the minutes: rank 0: from 90 to 90, between 90 and 90; rank 1: from 40 to 40, between 40 and 40."
+        "GPU busy over the seconds: rank 0: from 90 to 90, between 90 and 90; rank 1: from 40 to 40, between 40 and 40."
     )
+    assert found["Throughput"]["layout"]["yaxis"]["exponentformat"] == "SI"
+    monkeypatch.setattr(run_page, "_SHORT_S", 0.0)
+    rank = trace_of(drawn(view)["Memory of each process"], "rank 1")
+    assert rank["x"] == [0.0333, 0.0667, 0.1, 0.1333]
     both = drawn(view, compare_with_baseline(view, view))["GPU busy"]["data"]
     assert [(trace["name"], trace["y"]) for trace in both] == [("this run", [65] * 4), ("2 devices", [65] * 4)]
 
@@ -194,7 +198,7 @@ def test_events_are_marked_on_the_curves(tmp_path):
     assert recovery["text"][0] == "recovery after step 12: &lt;i&gt;rank 1&lt;/i&gt; was lost"
     assert (checkpoint["x"], checkpoint["y"]) == ([10, 10, None], [0, 0.08, None])
     over_time = trace_of(found["CPU"], "recovery")["x"]
-    assert over_time == [0.0022, 0.0022, None]  # 12 steps of 11 ms
+    assert over_time == [0.132, 0.132, None]  # 12 steps of 11 ms
 
 
 def test_long_curves_are_means_of_bins_without_what_json_has_not(tmp_path):
