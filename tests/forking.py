@@ -29,7 +29,12 @@ PLACE, SERVER = "FORKED_PLACE", "FORKED_SERVER"
 # Environment variables that lockstep.cli and torch._dynamo set when they are imported. The server has imported both;
 # the tests' own process does so at some point, and what it starts after that can be forked all the same.
 SET_BY_IMPORTS = ("TORCH_CPP_LOG_LEVEL", "TORCHINDUCTOR_CACHE_DIR")
-MODULES = ("tests.pool_worker", "lockstep.cli", "lockstep.launcher.cli", "lockstep.train.fit")  # what nearly all need
+MODULES = (
+    "tests.pool_worker",
+    "lockstep.cli",
+    "lockstep.launcher.command",
+    "lockstep.train.fit",
+)  # what nearly all need
 
 interpreter = fork_server._interpreter
 _execute_child = subprocess.Popen._execute_child

@@ -10,7 +10,7 @@ from torch.distributed.run import get_args_parser
 
 import lockstep
 from lockstep.cli import group
-from lockstep.launcher.cli import build_parser
+from lockstep.launcher.command import build_parser
 from lockstep.train.settings import Settings
 
 FROZEN = Path(__file__).parent / "cli_flags.txt"

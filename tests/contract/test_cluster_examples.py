@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 
 from lockstep.errors import RESUME_EXIT_CODE
-from lockstep.launcher.cli import parse_arguments
+from lockstep.launcher.command import parse_arguments
 from lockstep.launcher.job import stop_timeout_s
 from tests.contract.tree import REPO
 

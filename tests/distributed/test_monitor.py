@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 from lockstep.errors import ConfigurationError, RankFailed
-from lockstep.launcher.cli import run as start
+from lockstep.launcher.command import run as start
 from lockstep.study.report.view import sentences, view_run
 from tests.distributed.commands import lockstep as command
 
@@ -341,7 +341,7 @@ def test_a_script_that_records_itself_is_left_to_that(tmp_path):
 
 def test_that_nothing_was_recorded_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("lockstep.launcher.cli.supervise", lambda *_, **__: None)
+    monkeypatch.setattr("lockstep.launcher.command.supervise", lambda *_, **__: None)
     (tmp_path / "idle.py").touch()
     start(["--devices", "1", "--monitor", "none", "idle.py"])
 
@@ -350,7 +350,7 @@ def test_that_nothing_was_recorded_is_said(tmp_path, monkeypatch, capsys):
 
     # A rank that fails before its first step has a cause of its own.
     with monkeypatch.context() as context, pytest.raises(RankFailed):
-        context.setattr("lockstep.launcher.cli.supervise", fail)
+        context.setattr("lockstep.launcher.command.supervise", fail)
         start(["--devices", "1", "--monitor", "none", "idle.py"])
     reason = "no rank ran forward and backward of a torch model that could be seen"
     assert capsys.readouterr().err == f"lockstep: nothing was recorded in none: {reason}\n"

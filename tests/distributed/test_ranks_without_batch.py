@@ -118,7 +118,7 @@ def test_steps_without_synchronisation_follow_too(ranks):
 
 def test_torchs_engine_refuses_such_a_batch_on_every_rank(ranks):
     def plain_torch(world):
-        from lockstep.train.step import Objective
+        from lockstep.train.step_parts import Objective
         from lockstep.train.strategies.strategy import Distributed
 
         def engine(module, process_group):  # torch's own refuses SyncBatchNorm on the CPU altogether

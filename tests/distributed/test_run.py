@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import ConfigurationError
-from lockstep.launcher.cli import run as start
+from lockstep.launcher.command import run as start
 from tests.distributed.commands import lockstep
 
 OMP_NOTE = "lockstep: OMP_NUM_THREADS="

@@ -9,7 +9,7 @@ import pytest
 from lockstep import launch
 from lockstep.cli import main
 from lockstep.errors import ConfigurationError
-from lockstep.launcher.cli import run as start
+from lockstep.launcher.command import run as start
 from lockstep.record_files import open_locked
 from lockstep.telemetry.sinks import WandbRun
 from tests.distributed.commands import lockstep

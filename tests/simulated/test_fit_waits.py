@@ -16,7 +16,7 @@ from lockstep import accelerator
 from lockstep.accelerator import HostCopy, mark_on
 from lockstep.errors import NonFiniteGradient
 from lockstep.train.settings import Settings
-from lockstep.train.step import Part, StepMetrics
+from lockstep.train.step_parts import Part, StepMetrics
 from lockstep.train.trainer import Trainer, Update
 from tests.distributed.test_fit_not_finite import BAD, BATCH, STEP, Normed, root_loss, with_nan, with_zero
 from tests.models import soak

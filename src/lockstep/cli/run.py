@@ -21,7 +21,7 @@ def run(args: tuple[str, ...]) -> None:
     fork_server.start()
     if "--no-python" not in args:
         fork_server.preload("lockstep.comm.world", "lockstep.parallel.ddp.wrapper")
-    from lockstep.launcher import cli
+    from lockstep.launcher import command
 
     os.environ.setdefault("LOCKSTEP_COMMAND", hide_secrets(["lockstep", "run", *args]))  # for the record of the run
-    cli.run(args)
+    command.run(args)

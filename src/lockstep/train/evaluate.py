@@ -29,7 +29,7 @@ from lockstep.parallel.reduction_tree import ReductionTree
 from lockstep.torch_internals import averaged_states
 from lockstep.train.settings import Settings
 from lockstep.train.skipping import BadSamples, BufferSnapshot
-from lockstep.train.step import Objective, autocast
+from lockstep.train.step_parts import Objective, autocast
 from lockstep.train.strategies.reproducible import Arithmetic
 from lockstep.train.task import Loss, Task
 from lockstep.train.trainer import Trainer

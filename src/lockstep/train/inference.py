@@ -25,7 +25,7 @@ from lockstep.errors import ConfigurationError
 from lockstep.train.checkpoints.model_state import load_state_dict, plain_names
 from lockstep.train.evaluate import Evaluator, Inference
 from lockstep.train.settings import Precision, Settings
-from lockstep.train.step import autocast
+from lockstep.train.step_parts import autocast
 from lockstep.train.strategies.reproducible import Arithmetic, virtual_shards
 from lockstep.train.task import Task, build_dataset, build_model, prepare
 

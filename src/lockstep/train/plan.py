@@ -16,7 +16,7 @@ from lockstep.data.stream import StreamOrder
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.reduction_tree import LeafPlacement
 from lockstep.train.settings import FitSettings, Settings, refuse_ignored
-from lockstep.train.step import LearningRate, batch_scale, makes_scheduler
+from lockstep.train.step_parts import LearningRate, batch_scale, makes_scheduler
 from lockstep.train.task import Task
 
 

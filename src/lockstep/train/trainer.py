@@ -33,7 +33,7 @@ from lockstep.parallel.flat import are_finite
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
 from lockstep.telemetry.recorder import StepTimer
 from lockstep.telemetry.step_times import StepTimes
-from lockstep.train import step as step_parts
+from lockstep.train import step_parts
 from lockstep.train.checkpoints import model_state
 from lockstep.train.plan import PER_PROCESS, VirtualShards, make_plan
 from lockstep.train.settings import Settings, StrategyName, check_engine

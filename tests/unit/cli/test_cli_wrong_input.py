@@ -124,7 +124,7 @@ def surroundings(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(fork_server, "start", lambda: None)
-    for name in ("lockstep.launcher.api.supervise", "lockstep.launcher.cli.supervise"):
+    for name in ("lockstep.launcher.api.supervise", "lockstep.launcher.command.supervise"):
         monkeypatch.setattr(name, lambda *_, **__: pytest.fail("ranks were started"))
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 0)
     for name, value in (("CUDA_VISIBLE_DEVICES", ""), ("LOCKSTEP_COMMAND", "lockstep")):

@@ -8,7 +8,7 @@ import torch
 
 from lockstep.errors import ConfigurationError
 from lockstep.launcher.api import choose_num_ranks, num_cores, threads_for
-from lockstep.launcher.cli import run
+from lockstep.launcher.command import run
 
 
 @pytest.fixture

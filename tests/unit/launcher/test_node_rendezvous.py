@@ -20,7 +20,7 @@ from lockstep import rank_files
 from lockstep.comm.store import USE_LIBUV
 from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.launcher import node_rendezvous
-from lockstep.launcher.cli import parse_arguments
+from lockstep.launcher.command import parse_arguments
 from lockstep.launcher.node_rendezvous import LOCAL_BACKEND, RendezvousPerRestart, choose_rendezvous, rendezvous_of
 
 CONFIG = LaunchConfig(2, 2, 1, run_id="job", rdzv_backend="c10d")

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from lockstep.errors import ConfigurationError
 from lockstep.launcher.bootstrap import RANK_SETUP
-from lockstep.launcher.cli import defines_task
+from lockstep.launcher.command import defines_task
 from lockstep.launcher.reaper import Reaper
 from lockstep.study.common import Table
 from lockstep.study.rehearse import fault_rules

@@ -16,7 +16,7 @@ from lockstep.errors import ConfigurationError
 from lockstep.study.verify.fingerprint import StepTrace, Trace, fingerprint, fingerprint_model, read_rates
 from lockstep.study.verify.interventions import Experiment, Given, Off, Sandbox, Subject, is_batch_norm, open_sandbox
 from lockstep.train.settings import StrategyName
-from lockstep.train.step import INIT, LossModule, Objective, Part
+from lockstep.train.step_parts import INIT, LossModule, Objective, Part
 from lockstep.train.task import build_model, build_optimizer
 from lockstep.train.trainer import Trainer
 

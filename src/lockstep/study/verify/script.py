@@ -16,7 +16,7 @@ import torch
 from lockstep.errors import ConfigurationError, JobHangs, RankFailed
 from lockstep.launcher.api import environment_restored, threads_for
 from lockstep.launcher.bootstrap import RANK_SETUP
-from lockstep.launcher.cli import run
+from lockstep.launcher.command import run
 from lockstep.study.common import log
 from lockstep.study.verify.causes import FIXES, Cause, Diagnosis, Row
 from lockstep.study.verify.diagnose import Verification

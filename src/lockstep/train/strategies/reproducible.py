@@ -23,7 +23,7 @@ from lockstep.parallel.ddp.setup import ModelSync
 from lockstep.train.plan import VirtualShards, place_shards
 from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.skipping import BufferSnapshot
-from lockstep.train.step import Objective, Part
+from lockstep.train.step_parts import Objective, Part
 from lockstep.train.strategies.strategy import Pass, Strategy
 
 # --- the causes of different bits of a sum: threads, kernels, the machine ---------------------------------------------

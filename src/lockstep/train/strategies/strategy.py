@@ -36,7 +36,7 @@ from lockstep.telemetry.step_times import Mark
 from lockstep.train.checkpoints.model_state import load_state_dict, plain_names, read_tensors, unwrap
 from lockstep.train.plan import PER_PROCESS
 from lockstep.train.settings import Settings, StrategyName
-from lockstep.train.step import GradientList, GradScaler, LossModule, Objective, Part
+from lockstep.train.step_parts import GradientList, GradScaler, LossModule, Objective, Part
 from lockstep.train.task import build_model, initialize
 
 OnLosses = Callable[[list[Part]], None]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.launcher.cli import UsageError, _notes_on_script_flags, build_parser, parse_arguments
+from lockstep.launcher.command import UsageError, _notes_on_script_flags, build_parser, parse_arguments
 
 
 @pytest.mark.parametrize(

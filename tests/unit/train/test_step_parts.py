@@ -8,7 +8,7 @@ from torch import nn
 
 from lockstep.errors import ConfigurationError
 from lockstep.train.settings import Settings
-from lockstep.train.step import GradScaler, LearningRate, LossModule, Objective, batch_scale, set_rates
+from lockstep.train.step_parts import GradScaler, LearningRate, LossModule, Objective, batch_scale, set_rates
 from lockstep.train.task import Loss
 from lockstep.train.trainer import Trainer
 from tests.training import make_task, mean_loss, relative_error, token_loss, train, whole_batch
