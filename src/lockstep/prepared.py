@@ -123,11 +123,10 @@ class _StreamParts(data.IterableDataset[MicroBatch]):
 
     def __iter__(self) -> Iterator[MicroBatch]:
         worker, size = data.get_worker_info(), cast(int, self._loader.batch_size)
-        epoch, self.epoch = self.epoch, self.epoch + 1  # a process that persists has its own object
         samples: Iterator[Any] | None = None
         for number in itertools.count():
             with _kept_states() if worker is None else nullcontext():
-                seed_cpu(mix(self.seed, _SAMPLE, epoch, number, 0 if worker is None else worker.id))
+                seed_cpu(mix(self.seed, _SAMPLE, self.epoch, number, 0 if worker is None else worker.id))
                 samples = iter(self._loader.dataset) if samples is None else samples
                 group = list(itertools.islice(samples, size))
                 if not group or (self._loader.drop_last and len(group) < size):
@@ -138,6 +137,14 @@ class _StreamParts(data.IterableDataset[MicroBatch]):
 
 
 # --- The loader
+
+
+class _Pass:
+    """A pass over a loader: the batches that it skips, as another process has had them, and the states at its begin."""
+
+    def __init__(self, skip: int, states: list[Tensor]) -> None:
+        self.skip, self.states = skip, states
+
 
 _KEPT = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor")
 
@@ -166,7 +173,7 @@ class PreparedLoader:
         candidates = [getattr(owner, "generator", None) for owner in (loader, sampler, loader.batch_sampler)]
         self._generators = [_draws, *dict.fromkeys(item for item in candidates if isinstance(item, torch.Generator))]
         self._is_new = True
-        self._pass: object = None  # the current one
+        self._pass: _Pass | None = None  # the current one
         # The states of the generators at its begin, and the batches that it has returned. After `load_state_dict`, of
         # the one that was saved.
         self._begin: list[Tensor] | None = None
@@ -180,11 +187,14 @@ class PreparedLoader:
             batch_size=None,
             collate_fn=partial(cast, Any),  # returns it as it is; pickled for spawned processes, so no lambda
             generator=torch.Generator(),  # otherwise it would draw from the default generator
-            persistent_workers=loader.persistent_workers,
+            # Of a stream, workers that persist would not know the epoch.
+            persistent_workers=loader.persistent_workers and not is_stream,
             **{name: getattr(loader, name) for name in _KEPT},
         )
 
     def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # of a copy that is being made
+            raise AttributeError(name)
         return getattr(self.loader, name)
 
     def __len__(self) -> int:
@@ -192,9 +202,10 @@ class PreparedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Begin a pass. Not collective: batches may be read on a single rank."""
-        self.epoch += self._pass is not None  # it is still open
+        if self._pass is not None:  # somebody holds it
+            self._end(self._pass, is_left=self._returned > self._pass.skip)
         states = self._states()
-        begin = None if self._pass else self._begin  # of a pass that was saved
+        begin = self._begin  # of a pass that was saved
         skip = self._returned if begin else 0
         self._set_states(begin or states)
         with self._drawing(-1):  # as DataLoader does, in the same order
@@ -202,14 +213,14 @@ class PreparedLoader:
             if self._is_new or not self.loader.persistent_workers:
                 torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
         torch.empty(()).random_()  # so that the next `prepare` finds another state
-        self._is_new, self._pass, self._begin, self._returned = False, object(), begin or states, skip
+        self._is_new, self._pass, self._begin, self._returned = False, _Pass(skip, states), begin or states, skip
         self._lists.now = self._requests(lists, skip, states if begin else None)
         if self._stream:
             self._stream.seed, self._stream.epoch = self._seed, self.epoch
         batches = iter(self._inner)
         if self._device.type != "cpu":
             batches = cast(Any, Prefetcher(batches, {0: self._device}))
-        return self._run(batches, self._pass, skip, states)
+        return self._run(batches, self._pass)
 
     def _requests(self, lists: Iterator[Any], skip: int, after: list[Tensor] | None) -> Iterator[_Request]:
         epoch = self.epoch
@@ -223,17 +234,18 @@ class PreparedLoader:
             if number >= skip:
                 yield _Request.of(mix(self._seed, _SAMPLE, epoch, number), list(indices), number, self._place)
 
-    def _run(self, batches: Iterator[MicroBatch], this: object, skip: int, states: list[Tensor]) -> Iterator[Any]:
+    def _run(self, batches: Iterator[MicroBatch], this: "_Pass") -> Iterator[Any]:
         is_left = True
         try:
-            for number in itertools.count(0 if self._stream else skip):
+            for number in itertools.count(0 if self._stream else this.skip):
                 micro: MicroBatch | None = next(batches, None)
                 if micro is None:
                     is_left = False
                     return
-                if number < skip:  # of a stream
+                if number < this.skip:  # of a stream
                     continue
-                self._returned = number + 1
+                if self._pass is this:
+                    self._returned = number + 1
                 num_samples = len(micro.samples[0])
                 if torch.is_grad_enabled():
                     _set_share(this, num_samples * self._place[1] / micro.num_global)
@@ -241,13 +253,18 @@ class PreparedLoader:
                     yield micro.batches[0]
         finally:
             _set_share(this, None)
-            if self._pass is this:
-                is_look = is_left and self._returned <= skip + 1
-                self.epoch += not is_look
-                self._pass, self._returned = None, skip * is_look
-                self._begin = self._begin if is_look and skip else None
-                if is_look:
-                    self._set_states(states)
+            self._end(this, is_left=is_left)
+
+    def _end(self, this: "_Pass", *, is_left: bool) -> None:
+        """End a pass, unless it has been ended; one that was left after a batch does not count."""
+        if self._pass is not this:
+            return
+        is_look = is_left and self._returned <= this.skip + 1
+        self.epoch += not is_look
+        self._pass, self._returned = None, this.skip * is_look
+        self._begin = self._begin if is_look and this.skip else None
+        if is_look:
+            self._set_states(this.states)
 
     def _drawing(self, number: int) -> AbstractContextManager[None]:
         return _drawing(mix(self._seed, _SAMPLER, self.epoch, number) if self._seeds_others else None)
@@ -344,7 +361,7 @@ def prepare(*objects: Any) -> Any:
                 options = LoadOptions(None, item.num_workers, pin_memory=False)
                 with _kept_states():
                     check_same_data(item.dataset, _DATA, options, seed=seed, group=group, device=device)
-            made[place] = PreparedLoader(item, world, seed)
+            made[place] = PreparedLoader(item, world, mix(seed, place))
     if world.rank:
         seed_cpu(mix(seed, _RANK, world.rank))
         seed_device(world.device, mix(seed, _RANK, world.rank))

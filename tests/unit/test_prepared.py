@@ -1,5 +1,6 @@
 """`prepare` on one rank: what it returns, the errors, and the random state."""
 
+import copy
 import random
 
 import numpy as np
@@ -107,6 +108,61 @@ def test_a_pass_that_was_left_counts_as_in_the_plain_script(world):
         return batches(loader)
 
     assert run(lockstep.prepare) == run(lambda loader: loader)
+
+
+def test_a_pass_that_is_held_after_one_batch_does_not_count(world):
+    def run(looks):
+        torch.manual_seed(7)
+        loader = lockstep.prepare(loader_of(20, shuffle=True))
+        held = iter(loader) if looks else None
+        if held is not None:
+            next(held)
+        return batches(loader), loader.epoch
+
+    assert run(looks=True) == run(looks=False)
+
+
+def test_a_loader_beside_itself_is_two_passes_as_in_the_plain_script(world):
+    def run(use):
+        torch.manual_seed(7)
+        loader = use(loader_of(20, shuffle=True))
+        return [[a.tolist(), b.tolist()] for (a,), (b,) in zip(loader, loader, strict=True)]
+
+    assert run(lockstep.prepare) == run(lambda loader: loader)
+
+
+def test_a_copy(world):
+    loader = lockstep.prepare(loader_of(20))
+    assert batches(copy.copy(loader)) == batches(loader)
+
+
+class Noise(TensorDataset):
+    def __getitem__(self, index):
+        return torch.rand(())
+
+
+def test_loaders_have_random_numbers_of_their_own(world):
+    made = lockstep.prepare(*(torch.utils.data.DataLoader(Noise(torch.arange(8)), 4) for _ in range(2)))
+    first, second = ({number for x in loader for number in x.tolist()} for loader in made)
+    assert len(first | second) == 16
+
+
+class NoiseStream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        yield from (torch.rand(()) for _ in range(8))
+
+
+def test_processes_that_read_a_stream_know_the_epoch(world):
+    def run(looks):
+        torch.manual_seed(7)
+        loader = torch.utils.data.DataLoader(NoiseStream(), 4, num_workers=1, persistent_workers=True)
+        loader = lockstep.prepare(loader)
+        if looks:
+            next(iter(loader))
+        return [[x.tolist() for x in loader] for _ in range(2)]
+
+    epochs = run(looks=True)
+    assert epochs == run(looks=False) and epochs[0] != epochs[1]
 
 
 def test_prepared_again_each_epoch_has_other_orders(world):
