@@ -429,8 +429,10 @@ class Lab:
         killed = job.of("killed")[0]
         if problem := failure(job):
             seconds = job.records[0]["t"] + job.seconds - killed["t"]
-            after = f" after {seconds:.0f} s" if problem.kind == "refused" else ""
-            return replace(problem, text=problem.text + after)
+            if problem.kind == "refused":  # the last error is that of the second start
+                last = job.of("failed")[-1]["error"] if job.of("failed") else job.error
+                problem = replace(problem, text=f"{problem.text} after {seconds:.0f} s", note=head(last))
+            return problem
         new = [each for each in job.of("step") if each["pid"] not in self.pids(job, killed)]
         seconds = next((each["t"] - killed["t"] for each in new if each["t"] > killed["t"]), float("nan"))
         num_again = len(job.of("step")) // num_ranks - case.epochs * (case.num_samples // BATCH)
