@@ -451,8 +451,8 @@ def as_file(outcome: Sweep, *, task_file: str, file: str, facts: Mapping[str, st
         f"#\n# {outcome.verdict}",
         f"# {outcome.effect_of(outcome.start, settings).sentence}",
     ]
-    single = [result for result in outcome.results if not result.why and result.stage != TOGETHER]
-    results = {name: result for result in single for name in result.changes}
+    gains = [result for result in outcome.results if not result.why and result.stage != TOGETHER]
+    results = {name: result for result in gains for name in result.changes}
     changes = {"strategy": settings.strategy, **differences(FitSettings(), settings)}
     for name, value in {"devices": num_shares(settings.strategy, outcome.num_devices), **changes}.items():
         lines.append("")
