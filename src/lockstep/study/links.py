@@ -245,13 +245,13 @@ class _Trip(NamedTuple):
 def _trip(size_bytes: float, profile: Profile, method: Method, link: Link, num_machines: int) -> _Trip:
     # The ranks of a machine reduce first, without compression; then each exchanges a slice with other machines.
     cost = method.cost
-    moved = cable_bytes(size_bytes, num_machines)
-    link_s, cpu_s = cost.sent * moved / link.bytes_per_s, cost.cpu_s * moved
+    ring_bytes = cable_bytes(size_bytes, num_machines)
+    link_s, cpu_s = cost.sent * ring_bytes / link.bytes_per_s, cost.cpu_s * ring_bytes
     rank_s = cpu_s / profile.ranks_per_machine
     beside_s = rank_s / 2 if cost.staged else 0.0
     link_s = (link_s if cost.staged else max(link_s, rank_s)) + 2 * (num_machines - 1) * link.latency_s
     whole_s = link_s + 2 * beside_s or 1.0  # nothing is sent on one machine
-    return _Trip(beside_s, link_s, beside_s, cost.sent * moved, cpu_s / whole_s)
+    return _Trip(beside_s, link_s, beside_s, cost.sent * ring_bytes, cpu_s / whole_s)
 
 
 def predict_step(profile: Profile, method: Method, link: Link, num_machines: int) -> Step:

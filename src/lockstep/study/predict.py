@@ -270,7 +270,7 @@ def measure_cost(
     )
     # In a hierarchy, each rank of a machine sends a slice.
     num_carriers = world.local_world_size if links.is_staged(world) else 1
-    moved = links.cable_bytes(size_bytes, world.world_size // num_carriers) / num_carriers
+    ring_bytes = links.cable_bytes(size_bytes, world.world_size // num_carriers) / num_carriers
     costs: list[Cost] = []
     for _ in range(_NUM_COST_STEPS):
         stages = _Stages()
@@ -285,10 +285,10 @@ def measure_cost(
         encode_s, decode_s = (seconds / max(stages.num_bytes, 1) for seconds in (stages.encode_s, stages.decode_s))
         # Without the threads that help the computing thread to encode and decode.
         others_s -= (torch.get_num_threads() - 1) * (encode_s + decode_s) * size_bytes
-        cpu_s = max(0.0, others_s / moved)
+        cpu_s = max(0.0, others_s / ring_bytes)
         # Rounded gradients use an all-reduce if possible, which adds while it sends.
         is_whole = compression not in (None, "bf16") or num_carriers > 1
-        costs.append(Cost(sent / moved, encode_s, decode_s, cpu_s, staged=compression is not None and is_whole))
+        costs.append(Cost(sent / ring_bytes, encode_s, decode_s, cpu_s, staged=compression is not None and is_whole))
     # Without the first step, which creates the buckets.
     cost = Cost(*map(median, zip(*map(astuple, costs[1:]), strict=True)))
     # The nominal value if the kernel does not count the bytes sent.

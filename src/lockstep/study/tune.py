@@ -388,10 +388,10 @@ class Sweep(Shown):
             if result.num_rounds >= FEWEST_ROUNDS:
                 self.total, self.found = result.ratio, self.start if result.why else self.found
 
-    def _try(self, stage: str, tried: list[Changes], base: FitSettings, seconds: float) -> Result:
+    def _try(self, stage: str, proposals: list[Changes], base: FitSettings, seconds: float) -> Result:
         """Measure changes against ``base``, and keep the best allowed one; return its result."""
-        log(f"{stage}: {'; '.join(map(in_words, tried))}; at most {seconds:.0f} s")
-        results = self._measure(stage, tried, base, seconds)
+        log(f"{stage}: {'; '.join(map(in_words, proposals))}; at most {seconds:.0f} s")
+        results = self._measure(stage, proposals, base, seconds)
         best = min(results, key=lambda result: (bool(result.why), -result.ratio.median if result.ratio else 0.0))
         for result in results:
             result.why = result.why or ("" if result is best else "another was better")
@@ -400,9 +400,9 @@ class Sweep(Shown):
         self.results += results
         return best
 
-    def _measure(self, stage: str, tried: list[Changes], base: FitSettings, seconds: float) -> list[Result]:
+    def _measure(self, stage: str, proposals: list[Changes], base: FitSettings, seconds: float) -> list[Result]:
         """Run rounds of ``base`` and of each change to it."""
-        entrants = {NOW: base} | {in_words(changes): replace(base, **changes) for changes in tried}
+        entrants = {NOW: base} | {in_words(changes): replace(base, **changes) for changes in proposals}
         rounds: dict[str, list[float]] = {name: [] for name in entrants}
         limit_s, failure = seconds + max(_PATIENCE_S, 0.25 * self.seconds), ""
         try:
@@ -411,12 +411,12 @@ class Sweep(Shown):
                 rounds = run_ranks(rounds_of, self, entrants, until, devices=self.num_devices, timeout_s=limit_s)[0]
         except LockstepError as error:
             # A change has ended the ranks, or they do not fit into memory together: now each change alone.
-            if len(tried) > 1:
-                return [self._measure(stage, [changes], base, seconds / len(tried))[0] for changes in tried]
+            if len(proposals) > 1:
+                return [self._measure(stage, [changes], base, seconds / len(proposals))[0] for changes in proposals]
             cause = error.__cause__ or error
             failure = f"{type(cause).__name__}: {cause}".partition("\n")[0]
         results = []
-        for changes, name in zip(tried, list(entrants)[1:], strict=True):
+        for changes, name in zip(proposals, list(entrants)[1:], strict=True):
             effect = self.effect_of(base, entrants[name])
             ratio = paired_ratio(rounds[NOW], rounds[name]) if rounds[NOW] else None
             result = Result(stage, changes, effect, ratio, len(rounds[NOW]))

@@ -214,8 +214,8 @@ def tables(comparison: Comparison) -> tuple[Table, Table]:
         f"{setup.task}: {setup.num_devices} x {setup.device}, global batch {setup.global_batch_size}, "
         f"{setup.num_rounds} rounds of {setup.num_steps} steps"
     )
-    of_speed = ("samples/s", "speed-up", "low - high", "peak MiB", "loss", "vs single")
-    of_step = ("step", "data\nwait", "forward", "backward", "exposed", "optimizer", "core\nwait", "other")
+    speed_columns = ("samples/s", "speed-up", "low - high", "peak MiB", "loss", "vs single")
+    step_columns = ("step", "data\nwait", "forward", "backward", "exposed", "optimizer", "core\nwait", "other")
     speeds, steps = [], []
     for candidate in comparison.contenders:
         rate, loss = number(candidate.samples_per_s.median), f"{candidate.last_loss:.4f}"
@@ -228,8 +228,8 @@ def tables(comparison: Comparison) -> tuple[Table, Table]:
         parts = ("-" if (taken_s := getattr(candidate.step, f"{name}_s")) is None else _ms(taken_s) for name in _TIMED)
         steps.append((candidate.strategy, _ms(candidate.step.total_s), *parts))
     return (
-        Table(title, ("strategy", *of_speed), speeds, numbers=of_speed),
-        Table("Time per step (ms)", ("strategy", *of_step), steps, numbers=of_step),
+        Table(title, ("strategy", *speed_columns), speeds, numbers=speed_columns),
+        Table("Time per step (ms)", ("strategy", *step_columns), steps, numbers=step_columns),
     )
 
 
@@ -250,8 +250,8 @@ def footnotes(comparison: Comparison) -> list[str]:
     ]
     if setup.device == "cpu":
         single, *others = (f"{candidate.strategy} {candidate.num_threads}" for candidate in comparison.contenders)
-        tried = f"{single} (the faster of 1 and {setup.num_cores})" if setup.num_cores > 1 else single
-        notes.append(f"Threads of each process or replica: {', '.join([tried, *others])}.")
+        single_threads = f"{single} (the faster of 1 and {setup.num_cores})" if setup.num_cores > 1 else single
+        notes.append(f"Threads of each process or replica: {', '.join([single_threads, *others])}.")
     if comparison.single.peak_bytes:
         notes.append(_PEAKS_ON_CPU if setup.device == "cpu" else _PEAKS)
     return notes + ["{strategy} was left out: {reason}".format(**omission) for omission in comparison.left_out]
@@ -410,8 +410,8 @@ def _efficiency(comparison: Comparison) -> list[str]:
     good = [f"{name} ({value:.0%})" for value, name in efficiencies if value >= GOOD_EFFICIENCY]
     poor = [f"{name} ({value:.0%})" for value, name in efficiencies if value < GOOD_EFFICIENCY]
     reached = f"reached by {_and(good)}" if good else f"not reached: {_and(poor)}"
-    rest = f", not by {_and(poor)}" if good and poor else ""
-    text = f"{GOOD_EFFICIENCY:.0%} efficiency on {_devices(setup)} is {reached}{rest}."
+    misses = f", not by {_and(poor)}" if good and poor else ""
+    text = f"{GOOD_EFFICIENCY:.0%} efficiency on {_devices(setup)} is {reached}{misses}."
     # Single computes with all the cores that the others have together; not if one thread is faster.
     if setup.device == "cpu" and 1 < setup.num_devices <= comparison.single.num_threads:
         text += f" All share {setup.num_cores} cores, so {1 / setup.num_devices:.0%} is single's own speed."

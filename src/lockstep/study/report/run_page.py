@@ -107,8 +107,8 @@ def _listing(heading: str, texts: Sequence[str], look: str = "") -> str:
 
 
 def _folded(tables: Sequence[Table]) -> str:
-    shown = {escape(table.title): drawing.html_table(table) for table in tables if table.rows}
-    return "".join(f"<details><summary>{title}</summary>{table}</details>\n" for title, table in shown.items())
+    tables_html = {escape(table.title): drawing.html_table(table) for table in tables if table.rows}
+    return "".join(f"<details><summary>{title}</summary>{table}</details>\n" for title, table in tables_html.items())
 
 
 # All figures as tables: for readers who cannot see the plots, and for values that plots omit.
@@ -333,15 +333,15 @@ def _plot_curves(
         if not finite:
             continue
         values.update(finite)
-        shown = _binned(points)
+        bins = _binned(points)
         traces.append(
             {
                 "type": "scatter",
-                "mode": "lines+markers" if curve.has_markers or len(shown) == 1 else "lines",
+                "mode": "lines+markers" if curve.has_markers or len(bins) == 1 else "lines",
                 "name": drawing.plain(curve.name),
-                "x": [round(x, 4) for x, _ in shown],
+                "x": [round(x, 4) for x, _ in bins],
                 # JSON has no other numbers.
-                "y": [float(f"{value:.5g}") if math.isfinite(value) else None for _, value in shown],
+                "y": [float(f"{value:.5g}") if math.isfinite(value) else None for _, value in bins],
                 "line": {"color": curve.colour, "width": 1.8, "dash": "dot" if curve.has_markers else "solid"},
             }
         )

@@ -212,8 +212,8 @@ def _too_small(view: View) -> Iterator[Advice]:
     why = "Exchanging gradients costs more than it saves" if is_large else "The model is too small for several devices"
     cause = f"{why}: computing is {view.share('forward', 'backward')} of the step on {view.num_ranks} devices"
     # With several threads, those of small operations wait for each other.
-    alone, bound = ("--devices 1 --threads 1", "at least") if view.device == "cpu" else ("--devices 1", "about")
-    yield Advice(cause, f"one device ({alone})", view.part("total") / alone_s, bound=bound)
+    flags, bound = ("--devices 1 --threads 1", "at least") if view.device == "cpu" else ("--devices 1", "about")
+    yield Advice(cause, f"one device ({flags})", view.part("total") / alone_s, bound=bound)
 
 
 def _optimizer(view: View) -> Iterator[Advice]:
