@@ -47,14 +47,14 @@ def default_device() -> torch.device:
 
 def check_count(wanted: int) -> None:
     """Raise a ConfigurationError if a machine with accelerators has fewer than ``wanted`` of them."""
-    there = torch.accelerator.device_count()
-    if 0 < there < wanted:
-        found = torch.accelerator.current_accelerator()
-        variable = VISIBLE_DEVICES.get("cuda" if found is None else found.type)
+    count = torch.accelerator.device_count()
+    if 0 < count < wanted:
+        accelerator = torch.accelerator.current_accelerator()
+        variable = VISIBLE_DEVICES.get("cuda" if accelerator is None else accelerator.type)
         hidden = "" if variable is None else f", or hide the GPUs to use the CPU, as with {variable}= "
         raise ConfigurationError(
-            f"{wanted} devices were requested, but this machine has {there} GPU{'s' if there > 1 else ''}.\n"
-            f"Request at most {there}{hidden}."
+            f"{wanted} devices were requested, but this machine has {count} GPU{'s' if count > 1 else ''}.\n"
+            f"Request at most {count}{hidden}."
         )
 
 
@@ -200,7 +200,7 @@ def move(module: nn.Module, device: torch.device | str) -> nn.Module:
     torch.__future__.set_swap_module_params_on_conversion(swaps or on_meta or not keeps_objects(device))
     try:
         if on_meta:
-            apply_to_tensors(module, lambda each: torch.empty_like(each, device=device) if each.is_meta else each)
+            apply_to_tensors(module, lambda value: torch.empty_like(value, device=device) if value.is_meta else value)
         return module.to(device)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(swaps)

@@ -145,7 +145,7 @@ def _joined(backend: str | None, timeout_s: float) -> Iterator[None]:
 _FOLDER = "checkpoints"
 
 # Settings of `fit` that Ray decides, and where.
-_OF_RAY = {
+_RAY_SETTINGS = {
     "checkpoint": "RunConfig(storage_path=..., name=...)",
     "keep": "CheckpointConfig(num_to_keep=...)",
     "keep_best": "CheckpointConfig(num_to_keep=..., checkpoint_score_attribute=...)",
@@ -173,9 +173,9 @@ def fit(task: Task, /, **settings: Any) -> FitResult:
     Raises:
         ConfigurationError: A setting is Ray's, or no package for the object store is installed; and as `lockstep.fit`.
     """
-    for name in _OF_RAY.keys() & settings.keys():
+    for name in _RAY_SETTINGS.keys() & settings.keys():
         raise ConfigurationError(
-            f"lockstep.ray.fit has no setting {name}, as Ray keeps the checkpoints.\nGive Ray's {_OF_RAY[name]}."
+            f"lockstep.ray.fit has no setting {name}, as Ray keeps the checkpoints.\nGive Ray's {_RAY_SETTINGS[name]}."
         )
     context = ray.train.get_context()
     storage = context.get_storage()
@@ -185,9 +185,9 @@ def fit(task: Task, /, **settings: Any) -> FitResult:
     all_settings = FitSettings(**settings, checkpoint=str(folder), keep=sys.maxsize, resume=resumes)
     report = _reporter(storage)
     # All but the newest, from which to go on.
-    found = find_checkpoints(folder)[1:] if context.get_world_rank() == 0 and folder.exists() else []
-    others = [(each.step, each.path.name) for each in reversed(found) if each.problem is None]
-    for step, name in ray.train.collective.broadcast_from_rank_zero(others):
+    checkpoints = find_checkpoints(folder)[1:] if context.get_world_rank() == 0 and folder.exists() else []
+    older = [(checkpoint.step, checkpoint.path.name) for checkpoint in checkpoints[::-1] if checkpoint.problem is None]
+    for step, name in ray.train.collective.broadcast_from_rank_zero(older):
         report(name, {"step": step})  # of workers that were ended before Ray heard of it, or it would never go
     return fit_with(replace(task, callbacks=[*task.callbacks, _Reporting(report)]), all_settings)
 
@@ -212,14 +212,14 @@ def _url_of(storage: Any) -> str:
 
 def _reporter(storage: Any) -> Callable[[str, dict[str, float]], None]:
     """Return what reports the checkpoint of a name, unless Ray knows it. Both are collective: every worker."""
-    known = {each.checkpoint.path for each in ray.train.get_all_reported_checkpoints()}
+    reported_paths = {entry.checkpoint.path for entry in ray.train.get_all_reported_checkpoints()}
 
     def report(name: str, metrics: dict[str, float]) -> None:
         # Ray would remove the folder of one that it has twice as soon as the older entry is too old. It has it already
         # if this start of the workers went on from it, or has written it in place of a damaged one.
         path = f"{storage.experiment_fs_path}/{_FOLDER}/{name}"
-        if path not in known:
-            known.add(path)
+        if path not in reported_paths:
+            reported_paths.add(path)
             checkpoint = ray.train.Checkpoint(path, filesystem=storage.storage_filesystem)
             ray.train.report(metrics, checkpoint=checkpoint, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
 

@@ -68,7 +68,7 @@ def command(
         text, heading, examples = inspect.cleandoc(function.__doc__ or "").partition("\n\nExamples:\n")
         paragraphs = [*before.split("\n\n"), f"{heading.strip()}\n{examples.replace('``', '')}"]
         # click does not wrap a paragraph that begins with a backspace.
-        epilog = "\n\n".join(f"\b\n{one}" for one in "\n\n".join(paragraphs).split("\n\n") if one)
+        epilog = "\n\n".join(f"\b\n{paragraph}" for paragraph in "\n\n".join(paragraphs).split("\n\n") if paragraph)
         context = {"max_content_width": 110, **settings}
         text = text or COMMANDS[function.__name__][1]  # with PYTHONOPTIMIZE=2 there are no docstrings
         return click.command(cls=cls, context_settings=context, help=text, epilog=epilog)(function)
@@ -117,8 +117,8 @@ def _explain_flag(error: click.NoSuchOption) -> click.UsageError:
     """Return the error about an unknown flag, with the flag of the command that was probably meant."""
     from lockstep.train.settings import suggest  # not for a help without an error
 
-    named = error.ctx.command.params if error.ctx is not None else []
-    flags = {flag.strip("-").replace("-", "_"): flag for each in named for flag in each.opts}
+    parameters = error.ctx.command.params if error.ctx is not None else []
+    flags = {flag.strip("-").replace("-", "_"): flag for parameter in parameters for flag in parameter.opts}
     # Click's own suggestions go by spelling alone.
     hint = suggest(error.option_name, flags)
     return click.UsageError(f"No such option '{error.option_name}'. {hint}".rstrip(), error.ctx)

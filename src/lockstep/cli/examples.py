@@ -22,7 +22,7 @@ def examples(folder: str) -> None:
     """
     package = Path(lockstep.__file__).parent
     # Within the package in a wheel, at the top of a checkout.
-    source = next(each / "examples" for each in (package, package.parents[1]) if (each / "examples").is_dir())
+    source = next(parent / "examples" for parent in (package, package.parents[1]) if (parent / "examples").is_dir())
     try:
         shutil.copytree(source, folder, ignore=shutil.ignore_patterns("__pycache__"))
     except FileExistsError as error:

@@ -67,9 +67,9 @@ def _words(text: str | None, otherwise: Sequence[str]) -> Sequence[str]:
     return otherwise if text is None else [word.strip() for word in text.split(",")]
 
 
-def _take_settings(given: dict[str, Any], *names: str) -> Settings:
+def _take_settings(options: dict[str, Any], *names: str) -> Settings:
     """Remove the settings from the options of a command, and return them."""
-    return Settings(**{name: given.pop(name) for name in names})
+    return Settings(**{name: options.pop(name) for name in names})
 
 
 _COMPARED = ("seed", "global_batch_size", "precision", "workers")
@@ -87,7 +87,7 @@ _COMPARED = ("seed", "global_batch_size", "precision", "workers")
 @_PRICE
 @_JSON
 @click.option("--html", "html_file", metavar="FILE", help="Write a page with a plot, which needs no network.")
-def compare(task_file: str, json_file: str | None, html_file: str | None, **how: Any) -> None:
+def compare(task_file: str, json_file: str | None, html_file: str | None, **options: Any) -> None:
     """Train the task of TASK.py on one device, with DataParallel and DistributedDataParallel, ours and torch's.
 
     All see the same samples from the same weights and take turns, so that a busy machine hits all alike. Ends in a
@@ -105,15 +105,15 @@ def compare(task_file: str, json_file: str | None, html_file: str | None, **how:
     from lockstep.telemetry import provenance
 
     check_writable(json_file, html_file)
-    how["devices"] = _num_devices(how["devices"])
-    how["strategies"] = _words(how["strategies"], benchmark.STRATEGIES)
-    settings, command = _take_settings(how, *_COMPARED), hide_secrets(["lockstep", *sys.argv[1:]])
-    measured = benchmark.compare(task_file, settings=settings, command=command, **how)
+    options["devices"] = _num_devices(options["devices"])
+    options["strategies"] = _words(options["strategies"], benchmark.STRATEGIES)
+    settings, command = _take_settings(options, *_COMPARED), hide_secrets(["lockstep", *sys.argv[1:]])
+    measured = benchmark.compare(task_file, settings=settings, command=command, **options)
     console().print(measured)
-    found = provenance.gather(Path(task_file.rpartition(".py")[0] + ".py"))
-    write("figures", json_file, to_json(comparison.to_record(measured, found)))
+    origin = provenance.gather(Path(task_file.rpartition(".py")[0] + ".py"))
+    write("figures", json_file, to_json(comparison.to_record(measured, origin)))
     if html_file is not None:
-        write("page", html_file, comparison.render_page(measured, found))
+        write("page", html_file, comparison.render_page(measured, origin))
 
 
 @command()
@@ -159,8 +159,8 @@ def tune(task_file: str, devices: int | None, out: str | None, settings_file: st
     devices = _num_devices(start.get("devices") if devices is None else devices)
     outcome = tuning.tune(task_file, devices=devices, start=start, **limits)
     console().print(outcome)
-    found = provenance.gather()
-    facts = {"measured": found.when, **found.versions, **found.machine}
+    origin = provenance.gather()
+    facts = {"measured": origin.when, **origin.versions, **origin.machine}
     write("settings", file, tuning.as_file(outcome, task_file=task_file, file=file, facts=facts))
     return INTERRUPTED if outcome.interrupted else 0
 
@@ -176,7 +176,7 @@ def tune(task_file: str, devices: int | None, out: str | None, settings_file: st
 @settings_options(Settings, "global_batch_size", "precision")
 @_PRICE
 @_JSON
-def predict(target: str, link: str | None, latency: float, json_file: str | None, **how: Any) -> None:
+def predict(target: str, link: str | None, latency: float, json_file: str | None, **options: Any) -> None:
     """Predict what the task of TASK.py takes on several machines over a network.
 
     Measures a step on one rank, what exchanging gradients takes of the processor, and between the machines of a job
@@ -200,24 +200,24 @@ def predict(target: str, link: str | None, latency: float, json_file: str | None
     from lockstep.telemetry import provenance
 
     check_writable(json_file)
-    cost, settings = Price.read(how.pop("price")), _take_settings(how, "global_batch_size", "precision")
-    how["link"] = None if link is None else given_link(link, latency / 1e3)
+    cost, settings = Price.read(options.pop("price")), _take_settings(options, "global_batch_size", "precision")
+    options["link"] = None if link is None else given_link(link, latency / 1e3)
     in_job = RankEnv.from_environ(os.environ).world_size > 1
     with init() if in_job else nullcontext() as world:
-        found = prediction.predict_task(target, settings, world, **how)
-    if found is None:  # rank zero prints it
+        forecast = prediction.predict_task(target, settings, world, **options)
+    if forecast is None:  # rank zero prints it
         return
-    found = replace(found, price=cost)
-    console().print(prediction.render(found))
+    forecast = replace(forecast, price=cost)
+    console().print(prediction.render(forecast))
     origin = provenance.gather(Path(target.rpartition(".py")[0] + ".py"))
-    write("figures", json_file, to_json(prediction.to_record(found, origin)))
+    write("figures", json_file, to_json(prediction.to_record(forecast, origin)))
 
 
 def _verify_script(
     command: Sequence[str], devices: int | None, steps: int, json_file: str | None, **settings: Any
 ) -> int:
-    if given := [name for name, value in settings.items() if value not in (None, "ddp", Settings().seed)]:
-        raise click.UsageError(f"--{given[0].replace('_', '-')} is for a task, and {command[0]} is a script.")
+    if names := [name for name, value in settings.items() if value not in (None, "ddp", Settings().seed)]:
+        raise click.UsageError(f"--{names[0].replace('_', '-')} is for a task, and {command[0]} is a script.")
     check_writable(json_file)
     num_devices = _num_devices(devices)
     from lockstep.study.verify.script import verify_script
@@ -225,12 +225,12 @@ def _verify_script(
     return _show_verified(verify_script(command, devices=num_devices, steps=steps), json_file)
 
 
-def _show_verified(found: Any, json_file: str | None) -> int:
+def _show_verified(verdict: Any, json_file: str | None) -> int:
     from lockstep.study.verify.diagnose import Verification
 
-    console().print(found)
-    write("findings", json_file, found.to_json())
-    return 0 if found.same else 3 if isinstance(found, Verification) and found.apart_from else EXIT_CODE
+    console().print(verdict)
+    write("findings", json_file, verdict.to_json())
+    return 0 if verdict.same else 3 if isinstance(verdict, Verification) and verdict.apart_from else EXIT_CODE
 
 
 @command()
@@ -267,11 +267,11 @@ def verify(
     from lockstep.study.verify import diagnose
 
     check_writable(json_file)
-    given = Settings(**settings)
-    check_engine(strategy, given)
+    training_settings = Settings(**settings)
+    check_engine(strategy, training_settings)
     run = diagnose.verify if strategy == "ddp" else partial(diagnose.verify_exchanges, strategy=strategy)
-    found = run(task_file, devices=_num_devices(devices), steps=steps, settings=given)
-    return _show_verified(found, json_file)
+    verification = run(task_file, devices=_num_devices(devices), steps=steps, settings=training_settings)
+    return _show_verified(verification, json_file)
 
 
 @command()
@@ -355,13 +355,13 @@ def report(
     from lockstep.study.report import run_page
     from lockstep.study.report.view import to_trace
 
-    found = run_page.report(folder, against=against, price=price)
+    page_report = run_page.report(folder, against=against, price=price)
     page_file = out_file or str(Path(folder) / "report.html")
     check_writable(page_file, trace_file)
-    click.echo("\n".join(found.sentences))
+    click.echo("\n".join(page_report.sentences))
     if trace_file is not None:
-        write("trace", trace_file, to_trace(found.view.run))
-    write("page", page_file, found.page)
+        write("trace", trace_file, to_trace(page_report.view.run))
+    write("page", page_file, page_report.page)
 
 
 @command(before=FAULTS, ignore_unknown_options=True)

@@ -32,22 +32,22 @@ def takes_task(function: Callable[..., Any], run_script: Callable[..., Any] | No
     """
 
     @wraps(function)
-    def called(*, task_file: str, texts: Sequence[str], more: Sequence[str], **options: Any) -> Any:
+    def called(*, task_file: str, texts: Sequence[str], arguments: Sequence[str], **options: Any) -> Any:
         if run_script is not None and is_script(task_file):
-            return run_script(command=[task_file, *more], **options)
-        pairs = [text.partition("=") for text in (*texts, *more)]
-        if wrong := [*more] * (not texts) or [name for name, sign, _ in pairs if not (name and sign)]:
+            return run_script(command=[task_file, *arguments], **options)
+        pairs = [text.partition("=") for text in (*texts, *arguments)]
+        if wrong := [*arguments] * (not texts) or [name for name, sign, _ in pairs if not (name and sign)]:
             raise click.UsageError(f"Got unexpected extra argument ({wrong[0]}). Give --set NAME=VALUE.")
         find_task(task_file)
         spec = TaskSpec(task_file)
         spec.parameters = {name: text for name, _, text in pairs}
         return function(task_file=spec, **options)
 
-    how = "Value of a parameter of the task's function; several may follow."
-    option = click.option("--set", "texts", multiple=True, metavar="NAME=VALUE", help=how)
+    help_text = "Value of a parameter of the task's function; several may follow."
+    option = click.option("--set", "texts", multiple=True, metavar="NAME=VALUE", help=help_text)
     metavar = "TASK.py" if run_script is None else "TASK_OR_SCRIPT"
-    task, more = click.argument("task_file", metavar=metavar), click.argument("more", metavar="", nargs=-1)
-    return task(more(option(called)))
+    task, arguments = click.argument("task_file", metavar=metavar), click.argument("arguments", metavar="", nargs=-1)
+    return task(arguments(option(called)))
 
 
 def settings_options(cls: type, *names: str) -> Callable[[F], F]:
@@ -76,9 +76,9 @@ def settings_from(values: Mapping[str, Any], file: str | None) -> FitSettings:
         return FitSettings(**values)
     # A value alone does not show whether its flag was given: ``--seed 0`` wins over a file that has another.
     source = click.get_current_context().get_parameter_source
-    given = {name: value for name, value in values.items() if source(name) is not ParameterSource.DEFAULT}
+    flag_values = {name: value for name, value in values.items() if source(name) is not ParameterSource.DEFAULT}
     try:
-        return FitSettings(**merge_settings(read_settings(file), given))
+        return FitSettings(**merge_settings(read_settings(file), flag_values))
     except ConfigurationError as error:
         if str(error).startswith(f"{file}"):
             raise
@@ -101,10 +101,10 @@ def devices_of_flag(text: str) -> Any:
 
 def _option(setting: Setting) -> Callable[[F], F]:
     flag = "--" + setting.name.replace("_", "-")
-    how: dict[str, Any] = {"default": setting.default, "help": setting.help}
+    attributes: dict[str, Any] = {"default": setting.default, "help": setting.help}
     if setting.kind == "bool":
         switch = f"{flag}/--no-{flag[2:]}" if setting.optional else flag
-        return click.option(switch, setting.name, is_flag=True, **how)
+        return click.option(switch, setting.name, is_flag=True, **attributes)
     kinds: dict[str, Any] = {
         "int": click.INT,
         "devices": devices_of_flag,
@@ -115,10 +115,10 @@ def _option(setting: Setting) -> Callable[[F], F]:
     }  # others are texts
     if setting.kind == "metric":  # the flag alone means True
         return click.option(
-            flag, setting.name, type=click.STRING, is_flag=False, flag_value="loss", metavar="[METRIC]", **how
+            flag, setting.name, type=click.STRING, is_flag=False, flag_value="loss", metavar="[METRIC]", **attributes
         )
-    how |= {"metavar": setting.unit, "show_default": setting.default is not None}
-    return click.option(flag, setting.name, type=kinds.get(setting.kind, click.STRING), **how)
+    attributes |= {"metavar": setting.unit, "show_default": setting.default is not None}
+    return click.option(flag, setting.name, type=kinds.get(setting.kind, click.STRING), **attributes)
 
 
 # The sections of ``--help-all``; ``--help`` shows the first.
@@ -139,8 +139,8 @@ _SECTIONS = {
 class _TrainCommand(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the flags that most people use, or with ``--help-all`` every one."""
-        options = [each for each in self.get_params(ctx) if isinstance(each, click.Option)]
-        records = {str(each.name): each.get_help_record(ctx) or ("", "") for each in options}
+        options = [parameter for parameter in self.get_params(ctx) if isinstance(parameter, click.Option)]
+        records = {str(option.name): option.get_help_record(ctx) or ("", "") for option in options}
         sections = {heading: [records.pop(name) for name in names.split()] for heading, names in _SECTIONS.items()}
         for number, (heading, rows) in enumerate({**sections, "Help": list(records.values())}.items()):
             if number in (0, len(sections)) or ctx.meta.get(_HELP_ALL):
@@ -188,7 +188,7 @@ def train(task_file: str, settings_file: str | None, **values: Any) -> int:
       lockstep run --nnodes 2 ... --no-python lockstep train TASK.py
     """
     os.environ.setdefault("LOCKSTEP_COMMAND", hide_secrets(["lockstep", *sys.argv[1:]]))  # for the record of the run
-    launching = LaunchSettings(**{each.name: values.pop(each.name) for each in settings_of(LaunchSettings)})
+    launching = LaunchSettings(**{setting.name: values.pop(setting.name) for setting in settings_of(LaunchSettings)})
     log_settings = LogSettings(
         folder=launching.log_dir, level=launching.log_level, excluded_by="--logs raw" * (launching.logs == "raw")
     )
@@ -278,7 +278,7 @@ def _not_a_task(_context: click.Context, _parameter: click.Parameter, checkpoint
 @takes_task
 @click.option("--best", is_flag=True, help="Of a run, the checkpoint that --keep-best has kept; default: the newest.")
 @settings_options(FitSettings, "devices", "global_batch_size", "precision", "workers", "reproducible")
-def evaluate(checkpoint: str, task_file: str, best: bool, devices: int | None, **how: Any) -> int:
+def evaluate(checkpoint: str, task_file: str, best: bool, devices: int | None, **options: Any) -> int:
     """Print loss and metrics of CHECKPOINT on the evaluation data of a task, each sample once.
 
     CHECKPOINT is the folder of a run or of one checkpoint, a URL such as s3://bucket/run, or a file of --export.
@@ -297,7 +297,7 @@ def evaluate(checkpoint: str, task_file: str, best: bool, devices: int | None, *
     from lockstep.train.task import load_task
 
     task = load_task(task_file)
-    found = inference.evaluate(task, model=checkpoint, best=best, devices=num_devices(devices), **how)
+    results = inference.evaluate(task, model=checkpoint, best=best, devices=num_devices(devices), **options)
     if int(os.environ.get("RANK", 0)) == 0:
-        click.echo(f"{task.name}: {'  '.join(f'{name} {value:.4f}' for name, value in found.items())}")
+        click.echo(f"{task.name}: {'  '.join(f'{name} {value:.4f}' for name, value in results.items())}")
     return 0

@@ -36,10 +36,10 @@ def load(task: Task | str, *, prepares: bool = False) -> Task:
     # Imported here, because it imports torch, which takes seconds and is not needed for a report or a table.
     from lockstep.train.task import load_task
 
-    found = load_task(task) if isinstance(task, str) else task
-    if prepares and found.prepare is not None:
-        found.prepare()
-    return found
+    loaded = load_task(task) if isinstance(task, str) else task
+    if prepares and loaded.prepare is not None:
+        loaded.prepare()
+    return loaded
 
 
 def run_ranks(
@@ -78,10 +78,10 @@ def _in_world(function: Callable[..., Any], args: Sequence[Any], backend: str | 
 
 def console(*, stderr: bool = False) -> Console:
     """Return a console that wraps at `WIDTH` columns, or at the terminal's width if that is smaller."""
-    found = Console(stderr=stderr, highlight=False)
+    output = Console(stderr=stderr, highlight=False)
     # A pipe has no width; rich would use 80 columns.
-    found.width = min(WIDTH, found.width) if found.is_terminal else WIDTH
-    return found
+    output.width = min(WIDTH, output.width) if output.is_terminal else WIDTH
+    return output
 
 
 def log(text: str) -> None:
@@ -105,9 +105,9 @@ class Shown(ABC):
 
     def _print(self) -> Console:
         # In a notebook rich would display the text, which is only recorded here.
-        found = Console(file=io.StringIO(), record=True, width=WIDTH, highlight=False, force_jupyter=False)
-        found.print(self)
-        return found
+        recorder = Console(file=io.StringIO(), record=True, width=WIDTH, highlight=False, force_jupyter=False)
+        recorder.print(self)
+        return recorder
 
 
 @dataclass(frozen=True)
@@ -129,24 +129,24 @@ class Table:
     def rich(self) -> table.Table:
         """Return it laid out for a terminal."""
         style = {"title_justify": "left", "title_style": "bold", "box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0)}
-        found = table.Table(title=self.title or None, **style)  # type: ignore[arg-type]
+        rich_table = table.Table(title=self.title or None, **style)  # type: ignore[arg-type]
         for name in self.columns:
             is_number = name in self.numbers
-            found.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
+            rich_table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
         for row in self.rows:
             # As Text, since rich would interpret brackets in a string as markup.
-            found.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
-        return found
+            rich_table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+        return rich_table
 
 
 def grid(rows: Iterable[tuple[str, str]], *, gap: int = 1) -> table.Table:
     """Return texts with a label or a dash before each; long texts are indented."""
-    found = table.Table.grid(padding=(0, gap, 0, 0))
-    found.add_column(no_wrap=True, style="dim")
-    found.add_column()
+    layout = table.Table.grid(padding=(0, gap, 0, 0))
+    layout.add_column(no_wrap=True, style="dim")
+    layout.add_column()
     for label, text in rows:
-        found.add_row(label, Text(text))
-    return found
+        layout.add_row(label, Text(text))
+    return layout
 
 
 def to_json(record: dict[str, Any]) -> str:
@@ -156,8 +156,8 @@ def to_json(record: dict[str, Any]) -> str:
         if isinstance(value, float):
             return value if isfinite(value) else None
         if isinstance(value, dict):
-            return {key: finite(each) for key, each in value.items()}
-        return [finite(each) for each in value] if isinstance(value, list | tuple) else value
+            return {key: finite(item) for key, item in value.items()}
+        return [finite(item) for item in value] if isinstance(value, list | tuple) else value
 
     return json.dumps(finite(record), indent=2, allow_nan=False) + "\n"
 
@@ -241,6 +241,6 @@ def reset_peak() -> None:
 
 def peak_bytes() -> int:
     """Return the peak of this process's resident memory since the last `reset_peak`."""
-    found = re.search(r"VmHWM:\s*(\d+) kB", _STATUS.read_text(errors="replace"))
+    match = re.search(r"VmHWM:\s*(\d+) kB", _STATUS.read_text(errors="replace"))
     # Preferred to getrusage: its peak cannot be reset, and starts with the parent's memory at the fork.
-    return 1024 * (int(found[1]) if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    return 1024 * (int(match[1]) if match else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)

@@ -75,8 +75,8 @@ def stacked_bars(heading: str, label: str, rows: Mapping[str, Mapping[str, float
     for name, parts in rows.items():
         listed = ", ".join(f"{PARTS[part].label} {seconds * 1e3:.2f}" for part, seconds in parts.items())
         words.append(f"{name} {sum(parts.values()) * 1e3:.2f} ({listed})")
-    of_part = {part: [(plain(name), 0.0, row[part]) for name, row in rows.items() if part in row] for part in PARTS}
-    traces = [bars(PARTS[part], found) for part, found in of_part.items() if found]
+    by_part = {part: [(plain(name), 0.0, row[part]) for name, row in rows.items() if part in row] for part in PARTS}
+    traces = [bars(PARTS[part], part_bars) for part, part_bars in by_part.items() if part_bars]
     alt = f"Stacked bars of milliseconds per step: {'; '.join(words)}."
     return plot(heading, alt, traces, bars_layout(label, len(rows), {"autorange": "reversed"}), note)
 
@@ -104,24 +104,27 @@ def plot(heading: str, alt: str, traces: Sequence[Attributes], layout: Attribute
     """
     # JSON in a script must not end it.
     data = json.dumps({"data": traces, "layout": layout}, separators=(",", ":")).replace("<", "\\u003c")
-    shown = f'<p class="note">{escape(note)}</p>' if note else ""
+    note_html = f'<p class="note">{escape(note)}</p>' if note else ""
     drawn = f'<div class="plot" role="img" aria-label="{escape(alt)}" style="height: {layout["height"]}px"></div>'
-    look = ' class="wide"' if "barmode" in layout else ""
-    text = f"<figcaption>{escape(heading)}</figcaption>{shown}{drawn}"
-    return f'<figure{look}>{text}<script type="application/json">{data}</script></figure>'
+    css_class = ' class="wide"' if "barmode" in layout else ""
+    text = f"<figcaption>{escape(heading)}</figcaption>{note_html}{drawn}"
+    return f'<figure{css_class}>{text}<script type="application/json">{data}</script></figure>'
 
 
 def html_table(table: Table) -> str:
     """Return a table without its title; it scrolls on narrow screens."""
-    looks = ["" if column in table.numbers else ' class="text"' for column in table.columns]
+    classes = ["" if column in table.numbers else ' class="text"' for column in table.columns]
     head = "".join(
-        f'<th scope="col"{look}>{escape(name)}</th>' for look, name in zip(looks, table.columns, strict=True)
+        f'<th scope="col"{css_class}>{escape(name)}</th>'
+        for css_class, name in zip(classes, table.columns, strict=True)
     )
     rows = []
-    for first, *others in ([str(cell) for cell in row] for row in table.rows):
-        cells = "".join(f"<td{look}>{escape(cell)}</td>" for look, cell in zip(looks[1:], others, strict=True))
-        differs = ' class="differs"' if first in table.differs else ""
-        rows.append(f'<tr{differs}><th scope="row">{escape(first)}</th>{cells}</tr>')
+    for label, *values in ([str(cell) for cell in row] for row in table.rows):
+        cells = "".join(
+            f"<td{css_class}>{escape(cell)}</td>" for css_class, cell in zip(classes[1:], values, strict=True)
+        )
+        differs = ' class="differs"' if label in table.differs else ""
+        rows.append(f'<tr{differs}><th scope="row">{escape(label)}</th>{cells}</tr>')
     body = f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody>"
     region = f'tabindex="0" role="region" aria-label="{escape(table.title)}"'
     return f'<div class="scroll" {region}><table>{body}</table></div>'
@@ -135,11 +138,11 @@ def items(texts: Sequence[str]) -> str:
 def figures_body(plot: str, tables: Sequence[Table], notes: Sequence[str], command: str, provenance: Provenance) -> str:
     """Return the body of a page: a plot, tables (the first without a title), notes, and the provenance."""
     first, *others = tables
-    shown = html_table(first) + "".join(f"\n<h2>{escape(each.title)}</h2>\n{html_table(each)}" for each in others)
+    html = html_table(first) + "".join(f"\n<h2>{escape(table.title)}</h2>\n{html_table(table)}" for table in others)
     below = "\n".join(f'<p class="soft">{escape(note)}</p>' for note in notes)
     facts = " &middot; ".join(f"{escape(name)} {escape(text)}" for name, text in provenance.facts())
-    made = f"<footer>\n<p><code>{escape(command)}</code></p>\n<p>{facts}</p>\n</footer>"
-    return f'<div class="plots">\n{plot}\n</div>\n<h2 id="figures">Figures</h2>\n{shown}\n{below}\n{made}'
+    footer = f"<footer>\n<p><code>{escape(command)}</code></p>\n<p>{facts}</p>\n</footer>"
+    return f'<div class="plots">\n{plot}\n</div>\n<h2 id="figures">Figures</h2>\n{html}\n{below}\n{footer}'
 
 
 def html_page(title: str, heading: str, subtitle: str, verdict: Sequence[str], body: str) -> str:

@@ -41,8 +41,8 @@ class Goodput:
         times: As given.
         young_s, best_s: The best time between checkpoints for ``restart``, by Young and by Daly; a step at least.
         every_s: Shown times between checkpoints.
-        shares: By way, the share of the time that trains with each of these.
-        lost: By way, device-hours of 1,000 that train nothing, with a checkpoint every ``best_s``. A spare's count.
+        shares: By kind of recovery, the share of the time that trains with each of these.
+        lost: Likewise, device-hours of 1,000 that train nothing, with a checkpoint every ``best_s``. A spare's count.
     """
 
     machine_mtbf_s: float
@@ -57,16 +57,16 @@ class Goodput:
     def table(self, price: Price | None) -> Table:
         """Return the shares, and what is lost at the best time between checkpoints."""
         title = f"Goodput: a machine fails every {self.machine_mtbf_s / 3600:g} h, the job every {_time(self.mtbf_s)}"
-        rows = [[_time(s), *(f"{each[i]:.2%}" for each in self.shares.values())] for i, s in enumerate(self.every_s)]
+        rows = [[_time(s), *(f"{share[i]:.2%}" for share in self.shares.values())] for i, s in enumerate(self.every_s)]
         price = price or Price(1.0, "")
         label = f"lost of 1,000 device-hours, {price.currency}".rstrip(", ")
-        rows.append([label, *(f"{price.amount * each:,.2f}" for each in self.lost.values())])
+        rows.append([label, *(f"{price.amount * device_hours:,.2f}" for device_hours in self.lost.values())])
         return Table(title, ["checkpoint every", *self.lost], rows, numbers=self.lost)
 
     def sentence(self) -> str:
         """Return how often to write checkpoints, and what trains then."""
-        best, times = self.every_s.index(self.best_s), self.times
-        shares = ", ".join(f"{way} {share[best]:.2%}" for way, share in self.shares.items())
+        best_index, times = self.every_s.index(self.best_s), self.times
+        shares = ", ".join(f"{recovery} {share[best_index]:.2%}" for recovery, share in self.shares.items())
         return (
             f"Checkpoint every {_time(self.best_s)} (Young: {_time(self.young_s)}). Share that trains: {shares}. "
             f"Writing one takes {_time(times.checkpoint_s)}, a replacement {_time(times.replacement_s)}, to send "
@@ -91,8 +91,8 @@ def share_of_time(mtbf_s: float, work_s: float, save_s: float, down_s: float) ->
     checkpoint interval for restart dumps", Future Generation Computer Systems 22 (2006).
     """
     # M e^(down/M) (e^((work + save)/M) - 1) / work, inverted without overflow.
-    whole = (work_s + save_s) / mtbf_s
-    return work_s / mtbf_s * math.exp(-down_s / mtbf_s - whole) / -math.expm1(-whole)
+    exponent = (work_s + save_s) / mtbf_s
+    return work_s / mtbf_s * math.exp(-down_s / mtbf_s - exponent) / -math.expm1(-exponent)
 
 
 def best_interval_s(mtbf_s: float, save_s: float) -> tuple[float, float]:
@@ -107,7 +107,7 @@ def best_interval_s(mtbf_s: float, save_s: float) -> tuple[float, float]:
 
 
 def predict_goodput(times: JobTimes, machine_mtbf_s: float, num_machines: int) -> Goodput:
-    """Return the shares for three ways to go on after a failure of one of the machines.
+    """Return the shares for three kinds of recovery from a failure of one of the machines.
 
     ``restart``: all ranks start again, from the last checkpoint. ``in place``: the others wait for the replacement,
     give it the state, and do the step again; checkpoints are for the loss of all. ``spare``: one more machine, which
@@ -116,17 +116,17 @@ def predict_goodput(times: JobTimes, machine_mtbf_s: float, num_machines: int) -
     mtbf_s, down_s = machine_mtbf_s / num_machines, times.notice_s + times.replacement_s
     # Until the next spare is ready: the mean of what is left of that at the next failure.
     late_s = times.replacement_s + mtbf_s * math.expm1(-times.replacement_s / mtbf_s)
-    young_s, best_s = (max(times.step_s, each) for each in best_interval_s(mtbf_s, times.checkpoint_s))
+    young_s, best_s = (max(times.step_s, interval_s) for interval_s in best_interval_s(mtbf_s, times.checkpoint_s))
     in_place = share_of_time(mtbf_s, times.step_s, 0.0, down_s + times.copy_s)
     spare = share_of_time(mtbf_s, times.step_s, 0.0, times.notice_s + times.copy_s + late_s)
     every_s = [max(times.step_s, best_s * factor) for factor in (0.25, 0.5, 1.0, 2.0, 4.0)]
-    writes = [each / (each + times.checkpoint_s) for each in every_s]
+    work_shares = [interval_s / (interval_s + times.checkpoint_s) for interval_s in every_s]
     restart_s = times.checkpoint_s, down_s + times.checkpoint_s
     shares = {
-        "restart": [share_of_time(mtbf_s, each, *restart_s) for each in every_s],
-        "in place": [each * in_place for each in writes],
-        "spare": [each * spare for each in writes],
+        "restart": [share_of_time(mtbf_s, interval_s, *restart_s) for interval_s in every_s],
+        "in place": [share * in_place for share in work_shares],
+        "spare": [share * spare for share in work_shares],
     }
-    lost = {way: 1e3 * (1 - share[every_s.index(best_s)]) for way, share in shares.items()}
+    lost = {recovery: 1e3 * (1 - share[every_s.index(best_s)]) for recovery, share in shares.items()}
     lost["spare"] = (1e3 + lost["spare"] * num_machines) / (num_machines + 1)
     return Goodput(machine_mtbf_s, mtbf_s, times, young_s, best_s, every_s, shares, lost)

@@ -200,10 +200,10 @@ class Profile:
 
     def computing_for(self, num_samples: int) -> Computing:
         """Return the times for so many samples, in proportion to those of the nearest number that was measured."""
-        nearest = min(self.computing, key=lambda known: abs(known - num_samples))
-        found, times = self.computing[nearest], num_samples / nearest
+        nearest = min(self.computing, key=lambda count: abs(count - num_samples))
+        computing, factor = self.computing[nearest], num_samples / nearest
         # The update does not change.
-        return replace(found, before_s=found.before_s * times, backward_s=found.backward_s * times)
+        return replace(computing, before_s=computing.before_s * factor, backward_s=computing.backward_s * factor)
 
 
 # --- a step over a link -----------------------------------------------------------------------------------------------
@@ -245,13 +245,13 @@ class _Trip(NamedTuple):
 def _trip(size_bytes: float, profile: Profile, method: Method, link: Link, num_machines: int) -> _Trip:
     # The ranks of a machine reduce first, without compression; then each exchanges a slice with other machines.
     cost = method.cost
-    moved = cable_bytes(size_bytes, num_machines)
-    link_s, cpu_s = cost.sent * moved / link.bytes_per_s, cost.cpu_s * moved
+    ring_bytes = cable_bytes(size_bytes, num_machines)
+    link_s, cpu_s = cost.sent * ring_bytes / link.bytes_per_s, cost.cpu_s * ring_bytes
     rank_s = cpu_s / profile.ranks_per_machine
     beside_s = rank_s / 2 if cost.staged else 0.0
     link_s = (link_s if cost.staged else max(link_s, rank_s)) + 2 * (num_machines - 1) * link.latency_s
     whole_s = link_s + 2 * beside_s or 1.0  # nothing is sent on one machine
-    return _Trip(beside_s, link_s, beside_s, cost.sent * moved, cpu_s / whole_s)
+    return _Trip(beside_s, link_s, beside_s, cost.sent * ring_bytes, cpu_s / whole_s)
 
 
 def predict_step(profile: Profile, method: Method, link: Link, num_machines: int) -> Step:
@@ -265,19 +265,19 @@ def predict_step(profile: Profile, method: Method, link: Link, num_machines: int
     """
     if not (share := profile.share(num_machines)):
         raise ValueError("more ranks than samples")
-    alone = profile.computing_for(share)
+    times = profile.computing_for(share)
     if method.is_compressed and profile.small_buckets:
         profile = replace(profile, buckets=profile.small_buckets)
     trips = [_trip(bucket.size_bytes, profile, method, link, num_machines) for bucket in profile.buckets]
     sent_bytes = sum(trip.sent_bytes for trip in trips) / method.sync_every
     if method.sync_every == 1:
-        seconds = method.accumulate * alone.before_s + (method.accumulate - 1) * alone.backward_s + alone.after_s
-        seconds += _reduced_backward_s(alone.backward_s, trips, profile, method.cost)
+        seconds = method.accumulate * times.before_s + (method.accumulate - 1) * times.backward_s + times.after_s
+        seconds += _reduced_backward_s(times.backward_s, trips, profile, method.cost)
     else:
         # Parameters have as many bytes as gradients. They are exchanged at once, without computing meanwhile.
         exchange_s = (method.cost.encode_s + method.cost.decode_s) * profile.gradient_bytes
         exchange_s += sum(trip.before_s + trip.link_s + trip.behind_s for trip in trips)
-        seconds = alone.before_s + alone.backward_s + alone.after_s + exchange_s / method.sync_every
+        seconds = times.before_s + times.backward_s + times.after_s + exchange_s / method.sync_every
     return Step(seconds, sent_bytes, profile.global_batch_size * method.accumulate)
 
 
@@ -341,9 +341,9 @@ def probe_link(world: World, *, limit_s: float = 8.0) -> Link:
     # are as large as the time allows, as the rate of a slow link is lower for large messages.
     while len(times) < 2 or (size <= _MOST_BYTES and used_s + 8 * times[size // 4] <= limit_s):
         tensor = torch.zeros(size // 4, device=world.device)
-        found = [_time_all_reduce(tensor, world)]
-        found += [_time_all_reduce(tensor, world) for _ in range(_NUM_TIMES if found[0] < _SHORT_S else 1)]
-        times[size], used_s = median(found[1:]), used_s + sum(found)
+        seconds = [_time_all_reduce(tensor, world)]
+        seconds += [_time_all_reduce(tensor, world) for _ in range(_NUM_TIMES if seconds[0] < _SHORT_S else 1)]
+        times[size], used_s = median(seconds[1:]), used_s + sum(seconds)
         size *= 4
     (small, small_s), (large, large_s) = min(times.items()), max(times.items())
     members = world.world_size // (world.local_world_size if is_staged(world) else 1)
@@ -363,6 +363,6 @@ def _time_all_reduce(tensor: Tensor, world: World) -> float:
 
     began_s = time.perf_counter()
     all_reduce(tensor, group=world.group)
-    took = tensor.new_tensor([float(tensor[-1]) + time.perf_counter() - began_s])  # waits for a GPU
-    all_reduce(took, group=world.group, op="max")
-    return float(took)
+    seconds = tensor.new_tensor([float(tensor[-1]) + time.perf_counter() - began_s])  # waits for a GPU
+    all_reduce(seconds, group=world.group, op="max")
+    return float(seconds)

@@ -64,17 +64,18 @@ def list_methods(costs: Mapping[str, Cost], profile: Profile) -> list[Method]:
         profile: Of the task.
     """
     plain = replace(PLAIN, cost=costs.get(PLAIN.name, Cost()))
-    found = [plain]
+    methods = [plain]
     for name, (effect, sent) in COMPRESSIONS.items():
         if cost := costs.get(name) or (sent and Cost(sent, staged=True)):
-            found.append(Method(name, f"--compression {name}", effect, cost, is_compressed=True))
+            methods.append(Method(name, f"--compression {name}", effect, cost, is_compressed=True))
     batch = f"--accumulate {ACCUMULATE} --global-batch-size {ACCUMULATE * profile.global_batch_size}"
     larger = f"another training run: each update takes a global batch {ACCUMULATE} times as large"
-    found.append(replace(plain, name=f"accumulate {ACCUMULATE}", flags=batch, effect=larger, accumulate=ACCUMULATE))
+    methods.append(replace(plain, name=f"accumulate {ACCUMULATE}", flags=batch, effect=larger, accumulate=ACCUMULATE))
     for name, steps in SYNC_EVERY.items():
-        flags, effect = f"--strategy {name} --sync-every {steps}", f"parameters are exchanged every {steps} steps"
-        found.append(replace(plain, name=name, flags=flags, effect=f"another training run: {effect}", sync_every=steps))
-    return found
+        flags = f"--strategy {name} --sync-every {steps}"
+        effect = f"another training run: parameters are exchanged every {steps} steps"
+        methods.append(replace(plain, name=name, flags=flags, effect=effect, sync_every=steps))
+    return methods
 
 
 # --- measured on one rank: a step without an exchange -----------------------------------------------------------------
@@ -125,31 +126,31 @@ def measure(
     if world.device.type == "cpu" and world.world_size > 1:  # on GPUs, the exchange does not slow down computing
         if world.is_rank_zero:
             log("measuring exchanges of gradients")
-        shapes = [each.shape for each in build_model(task).parameters() if each.requires_grad]
+        shapes = [parameter.shape for parameter in build_model(task).parameters() if parameter.requires_grad]
         is_local = world.local_world_size == world.world_size
         # Over a slow link, as many bytes as it transfers in half a second.
-        most = _MOST_COST_BYTES if is_local else min(_MOST_COST_BYTES, int(link.bytes_per_s / 2))
-        ways = {PLAIN.name: None, **{name: name for name in COMPRESSIONS}}
-        costs = {name: measure_cost(shapes, way, world, most) for name, way in ways.items()}
+        limit = _MOST_COST_BYTES if is_local else min(_MOST_COST_BYTES, int(link.bytes_per_s / 2))
+        compressions = {PLAIN.name: None, **{name: name for name in COMPRESSIONS}}
+        costs = {name: measure_cost(shapes, compression, world, limit) for name, compression in compressions.items()}
     return profile, costs, link
 
 
 def _measure_steps(task: Task, settings: Settings, share: int, world: World, profile: Profile, saves: bool) -> Profile:
     """Train some steps in this process; return ``profile`` with times, buckets, and the number of cores in use."""
-    alone = replace(settings, epochs=None, steps=_MANY_STEPS, global_batch_size=share)
+    rank_settings = replace(settings, epochs=None, steps=_MANY_STEPS, global_batch_size=share)
     arrivals: dict[Tensor, Mark] = {}  # of the gradients of a step
 
     def arrive(parameter: Tensor) -> None:
         arrivals[parameter] = mark_on(world.device)
 
-    with contextlib.closing(Trainer(task, alone, world, strategy="single", devices=[world.device])) as trainer:
+    with contextlib.closing(Trainer(task, rank_settings, world, strategy="single", devices=[world.device])) as trainer:
         if not profile.computing:
             profile = replace(profile, start_s=time.time() - psutil.Process().create_time())
-        parameters = [each for each in trainer.model.parameters() if each.requires_grad]
+        parameters = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(arrive)
         first_s = min(time_steps(trainer, 1)[0] for _ in range(_NUM_WARMUP))
-        parts, ready, cpu_s, held_s = list[Computing](), [], 0.0, 0.0
+        steps, ready, cpu_s, held_s = list[Computing](), [], 0.0, 0.0
         for _ in range(min(max(math.ceil(_TURN_S / first_s), _FEWEST), _MOST)):
             arrivals.clear()
             began_s = time.process_time()
@@ -159,11 +160,11 @@ def _measure_steps(task: Task, settings: Settings, share: int, world: World, pro
             cpu_s, held_s = cpu_s + time.process_time() - began_s, held_s + seconds - core_wait_s
             before_s, backward_s = times.part("data_wait", "forward"), times.part("backward")
             after_s = max(0.0, seconds - before_s - backward_s - core_wait_s)
-            parts.append(Computing(before_s, backward_s, after_s, seconds, seconds - core_wait_s))
+            steps.append(Computing(before_s, backward_s, after_s, seconds, seconds - core_wait_s))
             begin, end = next(span[1:3] for span in record.timer.marks.spans if span[0] == "backward")
             whole_s = seconds_between(begin, end) or 1.0
             # Without a gradient, at the end.
-            ready.append([seconds_between(begin, arrivals.get(each, end)) / whole_s for each in parameters])
+            ready.append([seconds_between(begin, arrivals.get(parameter, end)) / whole_s for parameter in parameters])
         if saves and not profile.state_bytes:
             # Imported here, because it imports DCP, which takes a second.
             from lockstep.train.checkpoints.checkpoint_storage import TreePacker, write_shard
@@ -173,10 +174,10 @@ def _measure_steps(task: Task, settings: Settings, share: int, world: World, pro
                 began_s = time.perf_counter()
                 write_shard(Path(folder), "predict", 0, packer.tensors)
                 profile = replace(profile, checkpoint_s=time.perf_counter() - began_s, state_bytes=packer.num_bytes)
-        order = [median(each) for each in zip(*ready, strict=True)]
-        buckets = [_ready_buckets(parameters, order, is_compressed=each) for each in (False, True)]
+        order = [median(fractions) for fractions in zip(*ready, strict=True)]
+        buckets = [_ready_buckets(parameters, order, is_compressed=is_compressed) for is_compressed in (False, True)]
     # Of the faster half, as other programs only make steps slower.
-    half = sorted(parts, key=lambda each: each.fastest_s)[: -(-len(parts) // 2)]
+    half = sorted(steps, key=lambda step: step.fastest_s)[: -(-len(steps) // 2)]
     typical = Computing(*map(median, zip(*map(astuple, half), strict=True)))
     return replace(
         profile,
@@ -191,7 +192,7 @@ def _ready_buckets(
     parameters: Sequence[Tensor], ready: Sequence[float], *, is_compressed: bool
 ) -> Sequence[ReadyBucket]:
     """Return the buckets that the engine would create, and when each is ready, as a fraction of backward."""
-    specs = [ParameterSpec(each.numel(), each.dtype, each.device) for each in parameters]
+    specs = [ParameterSpec(parameter.numel(), parameter.dtype, parameter.device) for parameter in parameters]
     order = sorted(range(len(specs)), key=ready.__getitem__)
     buckets, latest = [], 0.0
     caps_bytes = bucket_caps_bytes(None, None, can_overlap=True, is_compressed=is_compressed)
@@ -269,8 +270,8 @@ def measure_cost(
     )
     # In a hierarchy, each rank of a machine sends a slice.
     num_carriers = world.local_world_size if links.is_staged(world) else 1
-    moved = links.cable_bytes(size_bytes, world.world_size // num_carriers) / num_carriers
-    found: list[Cost] = []
+    ring_bytes = links.cable_bytes(size_bytes, world.world_size // num_carriers) / num_carriers
+    costs: list[Cost] = []
     for _ in range(_NUM_COST_STEPS):
         stages = _Stages()
         engine.reducer.observers = [stages]
@@ -281,21 +282,21 @@ def measure_cost(
         others_s = time.process_time() - process_s - (time.thread_time() - thread_s)
         all_reduce(torch.zeros(1), group=world.group)  # so that all bytes have arrived
         sent = _sent_bytes() - sent_before
-        encode_s, decode_s = (each / max(stages.num_bytes, 1) for each in (stages.encode_s, stages.decode_s))
+        encode_s, decode_s = (seconds / max(stages.num_bytes, 1) for seconds in (stages.encode_s, stages.decode_s))
         # Without the threads that help the computing thread to encode and decode.
         others_s -= (torch.get_num_threads() - 1) * (encode_s + decode_s) * size_bytes
-        cpu_s = max(0.0, others_s / moved)
+        cpu_s = max(0.0, others_s / ring_bytes)
         # Rounded gradients use an all-reduce if possible, which adds while it sends.
         is_whole = compression not in (None, "bf16") or num_carriers > 1
-        found.append(Cost(sent / moved, encode_s, decode_s, cpu_s, staged=compression is not None and is_whole))
+        costs.append(Cost(sent / ring_bytes, encode_s, decode_s, cpu_s, staged=compression is not None and is_whole))
     # Without the first step, which creates the buckets.
-    cost = Cost(*map(median, zip(*map(astuple, found[1:]), strict=True)))
+    cost = Cost(*map(median, zip(*map(astuple, costs[1:]), strict=True)))
     # The nominal value if the kernel does not count the bytes sent.
     return cost if cost.sent else replace(cost, sent=COMPRESSIONS[compression][1] or 1.0 if compression else 1.0)
 
 
 def _sent_bytes() -> int:
-    return sum(each.num_bytes for each in sent_to(loopback=True).values())
+    return sum(sent.num_bytes for sent in sent_to(loopback=True).values())
 
 
 # --- the forecast -----------------------------------------------------------------------------------------------------
@@ -347,8 +348,8 @@ class Forecast:
 
     def speed_up(self, row: Row, num_machines: int | None = None) -> float:
         """Return the speed-up over one machine with the same global batch."""
-        alone = row if row.method.accumulate > 1 else self.rows[0]
-        return row.steps[num_machines or self.num_machines].samples_per_s / alone.steps[1].samples_per_s
+        baseline = row if row.method.accumulate > 1 else self.rows[0]
+        return row.steps[num_machines or self.num_machines].samples_per_s / baseline.steps[1].samples_per_s
 
     def efficiency(self, row: Row, num_machines: int | None = None) -> float:
         """Return the speed-up over the number of machines."""
@@ -357,8 +358,8 @@ class Forecast:
 
 def machine_counts(num_machines: int) -> tuple[int, ...]:
     """Return the numbers of machines to show: 1, 2, 4, 8 ... and the requested one."""
-    most = max(num_machines, _FEWEST_MACHINES_SHOWN)
-    return tuple(sorted({num_machines, *(1 << power for power in range(most.bit_length()))}))
+    largest = max(num_machines, _FEWEST_MACHINES_SHOWN)
+    return tuple(sorted({num_machines, *(1 << power for power in range(largest.bit_length()))}))
 
 
 def predict_task(
@@ -392,10 +393,10 @@ def predict_task(
         ConfigurationError: Task, numbers or settings cannot be used, or there is no link.
         RankFailed: The task failed.
     """
-    found = load(task, prepares=world is None)
+    loaded = load(task, prepares=world is None)
     if world is not None:
-        prepare(found, world)
-    batch = settings.global_batch_size or found.global_batch_size
+        prepare(loaded, world)
+    batch = settings.global_batch_size or loaded.global_batch_size
     ranks = ranks_per_machine or (1 if world is None else world.local_world_size)
     job_machines = 1 if world is None else world.world_size // world.local_world_size
     num_machines = num_machines or max(2, job_machines)
@@ -408,7 +409,7 @@ def predict_task(
         raise ConfigurationError(f"--mtbf {mtbf_h} is not a time between failures.\nGive hours, such as 1000.")
     if replacement_s is not None and mtbf_h is None:
         raise ConfigurationError("--replacement has no effect without --mtbf.\nAdd --mtbf HOURS, or leave it out.")
-    check_batch(found, settings, num_machines * ranks)
+    check_batch(loaded, settings, num_machines * ranks)
     profile = Profile(batch, {}, (), usable_cores(), ranks_per_machine=ranks)
     shares = sorted({share for count in machine_counts(num_machines) if (share := profile.share(count))})
     request = (task, settings, profile, shares, max(1, torch.get_num_threads() // ranks), link, mtbf_h is not None)
@@ -419,7 +420,7 @@ def predict_task(
         profile, costs, link = measure(*request, world)
         if not world.is_rank_zero:
             return None
-    predicted = forecast(found.name, profile, list_methods(costs, profile), link, num_machines)
+    predicted = forecast(loaded.name, profile, list_methods(costs, profile), link, num_machines)
     if mtbf_h is None:
         return predicted
     step_s = (choose(predicted) or predicted.rows[0]).steps[num_machines].seconds
@@ -434,11 +435,11 @@ def forecast(task: str, profile: Profile, methods: Sequence[Method], link: Link,
 
     def pays_from(method: Method) -> float | None:
         def rate(bytes_per_s: float) -> float:
-            other = replace(link, bytes_per_s=bytes_per_s)
-            return links.predict_step(profile, method, other, num_machines).samples_per_s
+            link_at_rate = replace(link, bytes_per_s=bytes_per_s)
+            return links.predict_step(profile, method, link_at_rate, num_machines).samples_per_s
 
-        alone = links.predict_step(profile, replace(methods[0], accumulate=method.accumulate), link, 1)
-        return links.break_even(rate, _WORTH * alone.samples_per_s)
+        one_machine = links.predict_step(profile, replace(methods[0], accumulate=method.accumulate), link, 1)
+        return links.break_even(rate, _WORTH * one_machine.samples_per_s)
 
     rows = [
         Row(method, {count: links.predict_step(profile, method, link, count) for count in counts}, pays_from(method))
@@ -447,25 +448,25 @@ def forecast(task: str, profile: Profile, methods: Sequence[Method], link: Link,
     return Forecast(task, profile, link, num_machines, rows)
 
 
-def choose(found: Forecast) -> Row | None:
+def choose(prediction: Forecast) -> Row | None:
     """Return the method to use; None if none is worthwhile.
 
     It must be clearly faster than one machine, and than each method that changes the training less. Of those that are,
     it is the first with a good efficiency, otherwise the last.
     """
     best, fastest = None, 1.0
-    for row in found.rows:
-        if found.speed_up(row) >= _WORTH * fastest:
+    for row in prediction.rows:
+        if prediction.speed_up(row) >= _WORTH * fastest:
             best = row
-            if found.efficiency(row) >= GOOD_EFFICIENCY:
+            if prediction.efficiency(row) >= GOOD_EFFICIENCY:
                 break
-        fastest = max(fastest, found.speed_up(row))
+        fastest = max(fastest, prediction.speed_up(row))
     return best
 
 
 def disturbances(profile: Profile) -> list[str]:
     """Return a sentence if measured steps took much longer than the fastest one with a core, otherwise none."""
-    worst = max(profile.computing.values(), key=lambda each: each.wall_s / (each.fastest_s or 1.0))
+    worst = max(profile.computing.values(), key=lambda computing: computing.wall_s / (computing.fastest_s or 1.0))
     if worst.wall_s <= _EVEN * worst.fastest_s:
         return []
     return [
@@ -474,54 +475,52 @@ def disturbances(profile: Profile) -> list[str]:
     ]
 
 
-def sentences(found: Forecast) -> list[str]:
+def sentences(prediction: Forecast) -> list[str]:
     """Return the verdict: the present speed, what to turn on, and the bandwidth from which machines are worthwhile."""
-    plain, chosen = found.rows[0], choose(found)
-    step, machines = plain.steps[found.num_machines], f"{found.num_machines} machines"
+    plain, chosen = prediction.rows[0], choose(prediction)
+    step, machines = plain.steps[prediction.num_machines], f"{prediction.num_machines} machines"
     text = (
         f"DistributedDataParallel without options takes {milliseconds(step.seconds)} a step on {machines}, "
-        f"{found.speed_up(plain):.2f} times the speed of one ({milliseconds(plain.steps[1].seconds)}); each sends "
+        f"{prediction.speed_up(plain):.2f} times the speed of one ({milliseconds(plain.steps[1].seconds)}); each sends "
         f"{links.format_megabytes(step.sent_bytes)} a step."
     )
     if chosen is None:
         turn_on = f"Train on one machine: no option makes {machines} clearly faster over this link."
     elif chosen is plain:
-        turn_on = f"No option is needed: this is {found.efficiency(plain):.0%} of linear scaling on {machines}."
+        turn_on = f"No option is needed: this is {prediction.efficiency(plain):.0%} of linear scaling on {machines}."
     else:
         turn_on = (
-            f"Turn on {chosen.method.name} ({chosen.method.flags}): {found.speed_up(chosen):.2f} times the speed of "
-            f"one machine with the same global batch, {found.efficiency(chosen):.0%} of linear scaling; "
+            f"Turn on {chosen.method.name} ({chosen.method.flags}): {prediction.speed_up(chosen):.2f} times the speed "
+            f"of one machine with the same global batch, {prediction.efficiency(chosen):.0%} of linear scaling; "
             f"{chosen.method.effect}."
         )
-    pays = [f"{links.format_rate(row.pays_from)} on with {row.method.name}" for row in found.rows if row.pays_from]
+    minimums = [(row.method.name, row.pays_from) for row in prediction.rows if row.pays_from]
+    rates = [f"{links.format_rate(rate)} on with {name}" for name, rate in minimums]
     never = f"{machines.capitalize()} never pay for this task: no link makes them faster than one."
-    row, ranks = chosen or plain, found.profile.ranks_per_machine
-    bought = [
-        f"{count} machines {more_than_alone(1 / found.speed_up(row, count), count * ranks, ranks, found.price)}"
-        for count in row.steps
-        if count > 1
-    ]
-    costs = f"Compared with an hour of one machine, for the same samples, {row.method.name}: {'; '.join(bought)}."
-    paying = f"{machines.capitalize()} pay from {', '.join(pays)}." if pays else never
-    failing = [found.goodput.sentence()] if found.goodput else []
-    return [*disturbances(found.profile), text, turn_on, paying, costs, *failing]
+    row, ranks, price = chosen or plain, prediction.profile.ranks_per_machine, prediction.price
+    hours = {count: 1 / prediction.speed_up(row, count) for count in row.steps if count > 1}
+    cost_texts = [f"{n} machines {more_than_alone(hours[n], n * ranks, ranks, price)}" for n in hours]
+    costs = f"Compared with an hour of one machine, for the same samples, {row.method.name}: {'; '.join(cost_texts)}."
+    paying = f"{machines.capitalize()} pay from {', '.join(rates)}." if rates else never
+    failing = [prediction.goodput.sentence()] if prediction.goodput else []
+    return [*disturbances(prediction.profile), text, turn_on, paying, costs, *failing]
 
 
 # --- as a table and JSON ----------------------------------------------------------------------------------------------
 
 
-def table(found: Forecast) -> Table:
+def table(prediction: Forecast) -> Table:
     """Return seconds and efficiency by method and number of machines."""
-    counts = list(found.rows[0].steps)
-    profile, link = found.profile, found.link
+    counts = list(prediction.rows[0].steps)
+    task, profile, link = prediction.task, prediction.profile, prediction.link
     ranks = f", {profile.ranks_per_machine} ranks each" if profile.ranks_per_machine > 1 else ""
     size = links.format_megabytes(profile.gradient_bytes)
-    title = f"{found.task}: global batch {profile.global_batch_size}, {size} of gradients{ranks}; link {link.source}"
+    title = f"{task}: global batch {profile.global_batch_size}, {size} of gradients{ranks}; link {link.source}"
     columns = [f"{count} machine{'s' * (count > 1)}" for count in counts]
     rows = []
-    for row in found.rows:
-        cells = [f"{milliseconds(row.steps[count].seconds)} {found.efficiency(row, count):4.0%}" for count in counts]
-        sent = links.format_megabytes(row.steps[found.num_machines].sent_bytes)
+    for row in prediction.rows:
+        cells = [f"{milliseconds(row.steps[n].seconds)} {prediction.efficiency(row, n):4.0%}" for n in counts]
+        sent = links.format_megabytes(row.steps[prediction.num_machines].sent_bytes)
         pays_from = "never" if row.pays_from is None else links.format_rate(row.pays_from)
         is_another_run = row.method.accumulate > 1 or row.method.sync_every > 1
         rows.append([row.method.name + "*" * is_another_run, *cells, sent, pays_from])
@@ -529,26 +528,26 @@ def table(found: Forecast) -> Table:
     return Table(title, ["", *columns], rows, numbers=columns)
 
 
-def footnote(found: Forecast) -> str:
+def footnote(prediction: Forecast) -> str:
     """Return how to read the figures."""
     return (
         "Time of a step, and efficiency: the speed-up over one machine with the same global batch, divided by the "
-        f"number of machines. That batch is {found.profile.global_batch_size}, but {ACCUMULATE} times as large with "
-        f"accumulate {ACCUMULATE}; * is another training run. The bytes that each machine sends in a step, and the "
-        f"link from which it pays, are for {found.num_machines} machines. Of a link given in bits, "
+        f"number of machines. That batch is {prediction.profile.global_batch_size}, but {ACCUMULATE} times as large "
+        f"with accumulate {ACCUMULATE}; * is another training run. The bytes that each machine sends in a step, and "
+        f"the link from which it pays, are for {prediction.num_machines} machines. Of a link given in bits, "
         f"{links.PAYLOAD_SHARE:.0%} carry gradients."
     )
 
 
-def render(found: Forecast) -> RenderableType:
+def render(prediction: Forecast) -> RenderableType:
     """Return tables and verdict for a terminal."""
-    verdict = (Text(line, style="bold") for line in sentences(found))
-    failing = [found.goodput.table(found.price).rich()] if found.goodput else []
-    return Group(table(found).rich(), Text(footnote(found), style="dim"), Text(), *failing, *verdict)
+    verdict = (Text(line, style="bold") for line in sentences(prediction))
+    failing = [prediction.goodput.table(prediction.price).rich()] if prediction.goodput else []
+    return Group(table(prediction).rich(), Text(footnote(prediction), style="dim"), Text(), *failing, *verdict)
 
 
-def to_record(found: Forecast, provenance: Provenance) -> dict[str, Any]:
+def to_record(prediction: Forecast, provenance: Provenance) -> dict[str, Any]:
     """Return the forecast as a dictionary for JSON, with stable keys."""
-    chosen = choose(found)
-    verdict = {"use": None if chosen is None else chosen.method.name, "sentences": sentences(found)}
-    return {"version": 1, **asdict(found), "verdict": verdict, "provenance": asdict(provenance)}
+    chosen = choose(prediction)
+    verdict = {"use": None if chosen is None else chosen.method.name, "sentences": sentences(prediction)}
+    return {"version": 1, **asdict(prediction), "verdict": verdict, "provenance": asdict(provenance)}

@@ -87,33 +87,33 @@ class Effect(Enum):
 def candidates(stage: str, sweep: Sweep) -> list[Changes]:
     """Return the changes that are worth trying in a stage, given the best settings so far."""
     base, strategy, num_cores = sweep.found, sweep.found.strategy, sweep.num_cores
-    found: list[Changes] = []
+    proposals: list[Changes] = []
     if stage == "loading" and (base.workers or sweep.wait_share >= 0.02):
         # Twice and half of the current number; without workers, one, two, and the cores per rank.
-        now = base.workers
-        counts = {now // 2, 2 * now} if now else {1, 2, max(4, num_cores // sweep.num_devices)}
-        found = [{"workers": min(count, 16)} for count in sorted(counts)]
+        current = base.workers
+        counts = {current // 2, 2 * current} if current else {1, 2, max(4, num_cores // sweep.num_devices)}
+        proposals = [{"workers": min(count, 16)} for count in sorted(counts)]
     elif stage == "strategy" and sweep.num_devices > 1:
         # As in `compare`: with the same number of micro-batches.
-        names = [each for each in sweep.strategies if base.reproducible is None or each in ("single", "dp", "ddp")]
+        names = [name for name in sweep.strategies if base.reproducible is None or name in ("single", "dp", "ddp")]
         for name in names:
-            found += [{"strategy": name}] if name != strategy else []
+            proposals += [{"strategy": name}] if name != strategy else []
             if name == "single" and base.threads is None and default_device().type == "cpu":
-                found.append({"strategy": name, "threads": 1})  # a small model is often faster with one thread
+                proposals.append({"strategy": name, "threads": 1})  # a small model is often faster with one thread
     elif stage == "micro-batch" and base.reproducible is None and base.shares is None:  # which set their sizes
-        now, share = base.accumulate, math.ceil(sweep.global_batch_size / num_shares(strategy, sweep.num_devices))
-        pieces = [each for each in (now // 2, 2 * now, 4 * now) if each and share % each == 0]
-        found = [{"accumulate": each} for each in pieces if share // each > 1]  # batch norm does not accept one sample
+        current, share = base.accumulate, math.ceil(sweep.global_batch_size / num_shares(strategy, sweep.num_devices))
+        pieces = [count for count in (current // 2, 2 * current, 4 * current) if count and share % count == 0]
+        proposals = [{"accumulate": count} for count in pieces if share // count > 1]  # batch norm refuses one sample
     elif stage == "threads" and default_device().type == "cpu" and base.reproducible is None:
-        now = base.threads or sweep.threads(base)
-        counts = {1, now // 2, 2 * now, num_cores} - {0, now}
-        found = [{"threads": count} for count in sorted(counts) if count <= num_cores]
+        current = base.threads or sweep.threads(base)
+        counts = {1, current // 2, 2 * current, num_cores} - {0, current}
+        proposals = [{"threads": count} for count in sorted(counts) if count <= num_cores]
     elif stage == "precision":
-        found = [{"precision": "bf16"}] if base.precision == "fp32" else []
+        proposals = [{"precision": "bf16"}] if base.precision == "fp32" else []
         if sweep.num_devices > 1 and base.compression is None:
-            found.append({"compression": "bf16"})
+            proposals.append({"compression": "bf16"})
     possible = []
-    for changes in found:
+    for changes in proposals:
         with contextlib.suppress(ConfigurationError):  # a setting that the strategy does not have
             check_engine(changes.get("strategy", strategy), replace(base, **changes))
             possible.append(changes)
@@ -242,15 +242,15 @@ def tune(
     for name in {*strategies, settings.strategy} - {*POSSIBLE}:
         raise ConfigurationError(f"There is no strategy {name!r} to tune.\nChoose from: {', '.join(POSSIBLE)}.")
     check_numbers(devices)
-    found = load(task, prepares=True)
-    check_batch(found, settings, num_shares(settings.strategy, devices))
-    name = Path(task).name if isinstance(task, str) else found.name
+    loaded = load(task, prepares=True)
+    check_batch(loaded, settings, num_shares(settings.strategy, devices))
+    name = Path(task).name if isinstance(task, str) else loaded.name
     sweep = Sweep(
         name=f"{name} on {devices} x {default_device().type}",
         task=task,
         num_devices=devices,
         num_cores=torch.get_num_threads(),
-        global_batch_size=settings.global_batch_size or found.global_batch_size,
+        global_batch_size=settings.global_batch_size or loaded.global_batch_size,
         strategies=tuple(strategies),
         seconds=60 * minutes,
         until=time.time() + 60 * minutes,
@@ -313,15 +313,13 @@ class Sweep(Shown):
 
     def __rich__(self) -> RenderableType:
         """Lay out the table, the remarks and the conclusion: at most 100 columns."""
-        began = in_words({"strategy": self.start.strategy, **differences(FitSettings(), self.start)})
-        title = f"{self.name}, global batch {self.global_batch_size}, from {began}"
+        initial = in_words({"strategy": self.start.strategy, **differences(FitSettings(), self.start)})
+        title = f"{self.name}, global batch {self.global_batch_size}, from {initial}"
         rows = []
-        for one in self.results:
-            times = one.ratio
-            gain = (f"{times.median:.2f}x", f"{times.low:.2f} - {times.high:.2f}") if times else ("-", "-")
-            rows.append(
-                (one.stage, in_words(one.changes), *gain, str(one.num_rounds), one.effect.words, one.why or "kept")
-            )
+        for result in self.results:
+            change, ratio = (result.stage, in_words(result.changes)), result.ratio
+            gain = (f"{ratio.median:.2f}x", f"{ratio.low:.2f} - {ratio.high:.2f}") if ratio else ("-", "-")
+            rows.append((*change, *gain, str(result.num_rounds), result.effect.words, result.why or "kept"))
         columns = ("stage", "change", "times", "low - high", "rounds", "training", "")
         table = Table(title, columns, rows, numbers=("times", "low - high", "rounds"))
         lines = [Text(_HOW_TO_READ, style="dim"), Text(), *map(Text, self.notes), Text(self.verdict, style="bold")]
@@ -335,7 +333,7 @@ class Sweep(Shown):
             text = "The total gain was not measured: time was up."
             if self.total is not None:
                 text = f"All changes together: {_times(self.total)} of the settings at the start."
-        if seemed := "; ".join(filter(None, (each.seemed for each in self.results))):
+        if seemed := "; ".join(filter(None, (result.seemed for result in self.results))):
             text = f"{text.replace('is faster', 'is known to be faster')} When time was up, these seemed faster: "
             text += f"{seemed}: run again with --minutes {math.ceil(self.seconds / 30)}."
         return text
@@ -390,21 +388,21 @@ class Sweep(Shown):
             if result.num_rounds >= FEWEST_ROUNDS:
                 self.total, self.found = result.ratio, self.start if result.why else self.found
 
-    def _try(self, stage: str, tried: list[Changes], base: FitSettings, seconds: float) -> Result:
+    def _try(self, stage: str, proposals: list[Changes], base: FitSettings, seconds: float) -> Result:
         """Measure changes against ``base``, and keep the best allowed one; return its result."""
-        log(f"{stage}: {'; '.join(map(in_words, tried))}; at most {seconds:.0f} s")
-        results = self._measure(stage, tried, base, seconds)
-        best = min(results, key=lambda each: (bool(each.why), -each.ratio.median if each.ratio else 0.0))
-        for each in results:
-            each.why = each.why or ("" if each is best else "another was better")
+        log(f"{stage}: {'; '.join(map(in_words, proposals))}; at most {seconds:.0f} s")
+        results = self._measure(stage, proposals, base, seconds)
+        best = min(results, key=lambda result: (bool(result.why), -result.ratio.median if result.ratio else 0.0))
+        for result in results:
+            result.why = result.why or ("" if result is best else "another was better")
         if not best.why:
             self.found = replace(base, **best.changes)
         self.results += results
         return best
 
-    def _measure(self, stage: str, tried: list[Changes], base: FitSettings, seconds: float) -> list[Result]:
+    def _measure(self, stage: str, proposals: list[Changes], base: FitSettings, seconds: float) -> list[Result]:
         """Run rounds of ``base`` and of each change to it."""
-        entrants = {NOW: base} | {in_words(each): replace(base, **each) for each in tried}
+        entrants = {NOW: base} | {in_words(changes): replace(base, **changes) for changes in proposals}
         rounds: dict[str, list[float]] = {name: [] for name in entrants}
         limit_s, failure = seconds + max(_PATIENCE_S, 0.25 * self.seconds), ""
         try:
@@ -413,12 +411,12 @@ class Sweep(Shown):
                 rounds = run_ranks(rounds_of, self, entrants, until, devices=self.num_devices, timeout_s=limit_s)[0]
         except LockstepError as error:
             # A change has ended the ranks, or they do not fit into memory together: now each change alone.
-            if len(tried) > 1:
-                return [self._measure(stage, [each], base, seconds / len(tried))[0] for each in tried]
+            if len(proposals) > 1:
+                return [self._measure(stage, [changes], base, seconds / len(proposals))[0] for changes in proposals]
             cause = error.__cause__ or error
             failure = f"{type(cause).__name__}: {cause}".partition("\n")[0]
         results = []
-        for changes, name in zip(tried, list(entrants)[1:], strict=True):
+        for changes, name in zip(proposals, list(entrants)[1:], strict=True):
             effect = self.effect_of(base, entrants[name])
             ratio = paired_ratio(rounds[NOW], rounds[name]) if rounds[NOW] else None
             result = Result(stage, changes, effect, ratio, len(rounds[NOW]))
@@ -445,20 +443,21 @@ def as_file(outcome: Sweep, *, task_file: str, file: str, facts: Mapping[str, st
         file: The file's own name.
         facts: Of machine and versions.
     """
-    found = outcome.found
+    settings = outcome.found
     lines = [
         f"{FIRST_LINE}: {outcome.name}, global batch {outcome.global_batch_size}.",
         *(f"# {name}: {value}" for name, value in facts.items()),
         f"# lockstep train {task_file} --settings {file}",
         f"#\n# {outcome.verdict}",
-        f"# {outcome.effect_of(outcome.start, found).sentence}",
+        f"# {outcome.effect_of(outcome.start, settings).sentence}",
     ]
-    gave = {name: each for each in outcome.results if not each.why and each.stage != TOGETHER for name in each.changes}
-    devices = num_shares(found.strategy, outcome.num_devices)
-    for name, value in {"devices": devices, "strategy": found.strategy, **differences(FitSettings(), found)}.items():
+    gains = [result for result in outcome.results if not result.why and result.stage != TOGETHER]
+    results = {name: result for result in gains for name in result.changes}
+    changes = {"strategy": settings.strategy, **differences(FitSettings(), settings)}
+    for name, value in {"devices": num_shares(settings.strategy, outcome.num_devices), **changes}.items():
         lines.append("")
-        if name in gave and found != outcome.start and (each := gave[name]).ratio:
-            lines.append(f"# {in_words(each.changes)}: {_times(each.ratio)}; training: {each.effect.words}")
+        if name in results and settings != outcome.start and (result := results[name]).ratio:
+            lines.append(f"# {in_words(result.changes)}: {_times(result.ratio)}; training: {result.effect.words}")
         lines.append(toml_line(name, value))
     return "\n".join(lines) + "\n"
 

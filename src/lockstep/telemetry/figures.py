@@ -81,22 +81,22 @@ def with_waits(ranks: Iterable[RankFigures]) -> tuple[RankFigures, ...]:
     """Return ``ranks`` with what follows from the waits of all; see [Note: the rank that all wait for]."""
     ranks = tuple(ranks)
     # Ranks whose engine does not measure the waiting have none of it.
-    waits_s = {each.rank: wait_s for each in ranks if (wait_s := each["exposed_s"]) is not None}
+    waits_s = {figures.rank: wait_s for figures in ranks if (wait_s := figures["exposed_s"]) is not None}
     wire_s = min(waits_s.values(), default=0.0)
-    found = {rank: {"wire_s": wire_s, "peers_s": wait_s - wire_s} for rank, wait_s in waits_s.items()}
-    return tuple(replace(each, values={**each.values, **found.get(each.rank, {})}) for each in ranks)
+    splits = {rank: {"wire_s": wire_s, "peers_s": wait_s - wire_s} for rank, wait_s in waits_s.items()}
+    return tuple(replace(figures, values={**figures.values, **splits.get(figures.rank, {})}) for figures in ranks)
 
 
 # What is left is not known while the run goes on: a step ends before the next begins.
-_SHOWN = tuple(part for part in PARTS if part != "other")
+_LIVE_PARTS = tuple(part for part in PARTS if part != "other")
 
 
 def shares(ranks: Iterable[RankFigures]) -> dict[str, float]:
     """Return the share of a step of each of `PARTS`, the mean over ``ranks``; unknown parts are left out."""
-    known = [each for each in ranks if each["step_s"]]
-    step_s = sum(each["step_s"] or 0.0 for each in known)
-    found = {part: [each[f"{part}_s"] for each in known] for part in _SHOWN}
-    return {part: sum(filter(None, each)) / step_s for part, each in found.items() if set(each) - {None}}
+    timed = [figures for figures in ranks if figures["step_s"]]
+    step_s = sum(figures["step_s"] or 0.0 for figures in timed)
+    seconds = {part: [figures[f"{part}_s"] for figures in timed] for part in _LIVE_PARTS}
+    return {part: sum(filter(None, values)) / step_s for part, values in seconds.items() if set(values) - {None}}
 
 
 class Spread(NamedTuple):
@@ -146,18 +146,18 @@ class Snapshot:
 
     def known(self, name: str) -> list[tuple[float, int]]:
         """Return the known values of a metric of the ranks, each with its rank."""
-        return [(float(value), each.rank) for each in self.ranks if (value := each[name]) is not None]
+        return [(float(value), figures.rank) for figures in self.ranks if (value := figures[name]) is not None]
 
     def spread(self, name: str) -> Spread | None:
         """Return the `Spread` of a metric of the ranks; None if none knows it. Of equal ranks, the first is named."""
-        if not (known := self.known(name)):
+        if not (pairs := self.known(name)):
             return None
-        (low, low_rank), (high, high_rank) = min(known), max(known, key=lambda pair: (pair[0], -pair[1]))
-        return Spread(low, low_rank, median(value for value, _ in known), high, high_rank)
+        (low, low_rank), (high, high_rank) = min(pairs), max(pairs, key=lambda pair: (pair[0], -pair[1]))
+        return Spread(low, low_rank, median(value for value, _ in pairs), high, high_rank)
 
     def mean(self, name: str) -> float | None:
         """Return the mean of a metric of the ranks; None if no rank knows it."""
-        return fmean(value for value, _ in known) if (known := self.known(name)) else None
+        return fmean(value for value, _ in pairs) if (pairs := self.known(name)) else None
 
     @property
     def has_failed(self) -> bool:
@@ -234,7 +234,7 @@ METRICS = (
     ),
     Metric("time/step_s", "lockstep_time_step_seconds", "a step, mean over the ranks", lambda run: run.mean("step_s")),
     Metric("time/slowest_rank", "lockstep_time_slowest_rank", "the rank with the most work of its own", _slowest_rank),
-    *map(_share, _SHOWN),
+    *map(_share, _LIVE_PARTS),
 )
 
 EVALUATION = Metric("eval/{metric}", "lockstep_eval", "result of the last evaluation: the loss, and the task's metrics")
@@ -247,13 +247,13 @@ ALL_METRICS = (*METRICS, *RANK_METRICS, EVALUATION, EVENT_COUNT, LOGGED)
 
 def scalars(snapshot: Snapshot) -> dict[str, float]:
     """Return all known values by name, without evaluations, which have a step of their own."""
-    found = {metric.name: metric.read(snapshot) for metric in METRICS}
+    values = {metric.name: metric.read(snapshot) for metric in METRICS}
     for metric in RANK_METRICS:
         if (spread := snapshot.spread(metric.name.removeprefix("rank/"))) is not None:
-            found |= {f"{metric.name}_{which}": value for which, value in spread._asdict().items()}
-    found |= {EVENT_COUNT.name_of(event): count for event, count in snapshot.event_counts.items()}
-    found |= {LOGGED.name_of(name): value for name, value in snapshot.logged.items()}
-    return {name: float(value) for name, value in found.items() if value is not None}
+            values |= {f"{metric.name}_{statistic}": value for statistic, value in spread._asdict().items()}
+    values |= {EVENT_COUNT.name_of(event): count for event, count in snapshot.event_counts.items()}
+    values |= {LOGGED.name_of(name): value for name, value in snapshot.logged.items()}
+    return {name: float(value) for name, value in values.items() if value is not None}
 
 
 # --- ranks that keep the others waiting in every step -----------------------------------------------------------------
@@ -304,16 +304,16 @@ def find_stragglers(paces: Mapping[int, Pace]) -> list[Straggler]:
     by_step = {name: [*zip(*(pace[name] for pace in paces.values()), strict=True)] for name in (*OWN_PARTS, "own")}
     step_s = median(map(max, zip(*(pace["total"] for pace in paces.values()), strict=True)))
     least_s = max(_MIN_LOST_S, _MIN_SHARE * step_s)
-    found = []
+    stragglers = []
     for place, (rank, pace) in enumerate(paces.items()):
         # Compared with the lower median: of two ranks, the faster one is as usual.
-        later = {name: sorted(at[place] - median_low(at) for at in steps) for name, steps in by_step.items()}
-        own, lost_s = later.pop("own"), {name: median(at) for name, at in later.items()}
-        if median(own) >= least_s and own[len(own) // 4] >= least_s * _CERTAINTY / math.sqrt(len(own)):
+        delays = {name: sorted(times[place] - median_low(times) for times in steps) for name, steps in by_step.items()}
+        work_s, lost_s = delays.pop("own"), {name: median(differences) for name, differences in delays.items()}
+        if median(work_s) >= least_s and work_s[len(work_s) // 4] >= least_s * _CERTAINTY / math.sqrt(len(work_s)):
             part = max(lost_s, key=lost_s.__getitem__)
             took_s = median(pace[part])
-            found.append(Straggler(rank, part, median(own), took_s, took_s - lost_s[part], step_s))
-    return sorted(found, key=lambda straggler: -straggler.lost_s)
+            stragglers.append(Straggler(rank, part, median(work_s), took_s, took_s - lost_s[part], step_s))
+    return sorted(stragglers, key=lambda straggler: -straggler.lost_s)
 
 
 class StragglerReporter:
@@ -333,16 +333,16 @@ class StragglerReporter:
         counts = {len(pace["total"]) for pace in paces.values()}
         if len(counts) > 1 or 0 in counts or self._are_slow_in_turn:
             return
-        found = find_stragglers(paces)
-        now, before = {straggler.rank for straggler in found}, set(self._reported)
-        if found and before and not now & before:
+        stragglers = find_stragglers(paces)
+        if stragglers and self._reported and self._reported.keys().isdisjoint(slow.rank for slow in stragglers):
             self._are_slow_in_turn = True
             self._report(
-                f"now rank {found[0].rank} is slow, and rank {max(before)} is not any more: ranks are slow in turn, as "
-                "when other programs use the cores (lockstep doctor names them). Slow ranks are not reported any more"
+                f"now rank {stragglers[0].rank} is slow, and rank {max(self._reported)} is not any more: ranks are "
+                "slow in turn, as when other programs use the cores (lockstep doctor names them). "
+                "Slow ranks are not reported any more"
             )
             return
-        for straggler in found:
+        for straggler in stragglers:
             part, lost_s = self._reported.get(straggler.rank, ("", 0.0))
             if straggler.part != part or straggler.lost_s > 2 * lost_s:
                 self._reported[straggler.rank] = straggler.part, straggler.lost_s
@@ -372,21 +372,21 @@ def _align_steps(run: Recorded) -> list[_Step]:
     """Return the steps that all ranks have recorded, in order."""
     by_rank = {rank: {line.step: line for line in record.steps} for rank, record in run.ranks.items() if record.steps}
     common = set.intersection(*map(set, by_rank.values())) if by_rank else set()
-    found = []
+    steps = []
     for number in sorted(common):
-        lines = {rank: of_rank[number] for rank, of_rank in by_rank.items()}
+        lines = {rank: rank_lines[number] for rank, rank_lines in by_rank.items()}
         # With the time until the next step, which is that of the script, as a part of the step.
         lasted_s = {rank: max(line.times.total_s, line.lasted_s) for rank, line in lines.items()}
         times = {rank: replace(line.times, total_s=lasted_s[rank]) for rank, line in lines.items()}
-        if any(each.exposed_s is None for each in times.values()):
+        if any(parts.exposed_s is None for parts in times.values()):
             last_rank = max(lines, key=lambda rank: lines[rank].times.own_s)
-            times = {rank: replace(each, exposed_s=None) for rank, each in times.items()}
+            times = {rank: replace(parts, exposed_s=None) for rank, parts in times.items()}
         else:
             last_rank = min(times, key=lambda rank: times[rank].part("exposed"))
             wire_s = times[last_rank].part("exposed")
-            times = {rank: replace(each, peers_s=each.part("exposed") - wire_s) for rank, each in times.items()}
-        found.append(_Step(lines, times, last_rank, max(line.lasted_s for line in lines.values())))
-    return found
+            times = {rank: replace(parts, peers_s=parts.part("exposed") - wire_s) for rank, parts in times.items()}
+        steps.append(_Step(lines, times, last_rank, max(line.lasted_s for line in lines.values())))
+    return steps
 
 
 # The first steps allocate, compile and find the order of gradients; the means do not include them.
@@ -435,19 +435,19 @@ def find_figures(run: Recorded) -> Figures:
     trained_s = sum(step.lasted_s for step in calm) or math.inf
     # Those of the global batch, which every rank has; some ranks may not have the counts.
     lines = [[*step.lines.values()] for step in calm]
-    counts = [next((line.counts for line in of_step if line.counts is not None), None) for of_step in lines]
+    counts = [next((line.counts for line in step_lines if line.counts is not None), None) for step_lines in lines]
     records = [record.steps for record in run.ranks.values() if record.steps]
     critical = combine([step.times[step.last_rank] for step in calm])
-    slow = [] if critical.exposed_s is None else find_stragglers({rank: pace_of(each) for rank, each in times.items()})
+    stragglers = [] if critical.exposed_s is None else find_stragglers({rank: pace_of(times[rank]) for rank in times})
     ended_s = max(steps[-1].time + steps[-1].times.total_s for steps in records)
     return Figures(
         step_s=median(lasted_s),
         slow_step_s=lasted_s[math.floor(0.95 * len(lasted_s))],
-        samples_per_s=sum(of_step[0].samples for of_step in lines) / trained_s,
+        samples_per_s=sum(step_lines[0].samples for step_lines in lines) / trained_s,
         tokens_per_s=None if None in counts else sum(filter(None, counts)) / trained_s,
         total_s=ended_s - min(steps[0].time for steps in records),
-        by_rank={rank: combine(of_rank) for rank, of_rank in times.items()},
+        by_rank={rank: combine(rank_times) for rank, rank_times in times.items()},
         critical=critical,
         last_share={rank: last_ranks[rank] / len(calm) for rank in times},
-        straggler=slow[0] if slow else None,
+        straggler=stragglers[0] if stragglers else None,
     )

@@ -40,8 +40,8 @@ class Provenance:
 def gather(task_path: Path | None = None) -> Provenance:
     """Describe this machine and these versions; ``task_path`` adds the commit of the task's checkout."""
     paths = {"lockstep": Path(__file__), "task": task_path and task_path.resolve()}
-    known = {name: commit for name, path in paths.items() if path and (commit := commit_of(path.parent))}
-    return Provenance(datetime.now(UTC).isoformat(timespec="seconds"), versions(), _machine(), known)
+    commits = {name: commit for name, path in paths.items() if path and (commit := commit_of(path.parent))}
+    return Provenance(datetime.now(UTC).isoformat(timespec="seconds"), versions(), _machine(), commits)
 
 
 def commit_of(folder: Path) -> str | None:
@@ -60,10 +60,10 @@ def short_commit(commit: str) -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions of Lockstep, torch and Python, and of the CUDA, ROCm or XPU that torch was built for."""
-    own = sys.modules["lockstep"].__version__  # not imported: the public names are above all layers
-    found = {"lockstep": own, "torch": torch.__version__, "python": sys.version.split()[0]}
+    lockstep_version = sys.modules["lockstep"].__version__  # not imported: the public names are above all layers
+    numbers = {"lockstep": lockstep_version, "torch": torch.__version__, "python": sys.version.split()[0]}
     built_for = {"cuda": torch.version.cuda, "rocm": torch.version.hip, "xpu": torch.version.xpu}
-    return found | {name: str(number) for name, number in built_for.items() if number}
+    return numbers | {name: str(number) for name, number in built_for.items() if number}
 
 
 def _machine() -> dict[str, str]:

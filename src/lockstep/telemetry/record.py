@@ -70,14 +70,14 @@ def _read(cls: type, line: Line) -> dict[str, Any]:
     Raises:
         ValueError, TypeError: A value is not possible.
     """
-    found: dict[str, Any] = {}
-    for each in fields(cls):
-        if each.type in _NUMBERS and (value := line.get(each.name)) is not None:
+    values: dict[str, Any] = {}
+    for attribute in fields(cls):
+        if attribute.type in _NUMBERS and (value := line.get(attribute.name)) is not None:
             number = float(value)  # NaN and infinity are strings in JSON
-            if each.name not in _ANY_NUMBER and not 0 <= number < math.inf:
-                raise ValueError(f"{each.name} is out of range")
-            found[each.name] = int(number) if each.type == "int" else number
-    return found
+            if attribute.name not in _ANY_NUMBER and not 0 <= number < math.inf:
+                raise ValueError(f"{attribute.name} is out of range")
+            values[attribute.name] = int(number) if attribute.type == "int" else number
+    return values
 
 
 # The types of fields that are numbers, as annotations.
@@ -86,9 +86,9 @@ _NUMBERS = ("int", "float", "float | None")
 
 def _written(item: Any) -> dict[str, Any]:
     """Return the fields of a line, with times rounded to a tenth of a microsecond."""
-    found = {each.name: getattr(item, each.name) for each in fields(item)}
-    times = {name: value for name, value in found.items() if isinstance(value, float) and name not in _ANY_NUMBER}
-    return found | {name: round(value, 7) for name, value in times.items()}
+    values = {attribute.name: getattr(item, attribute.name) for attribute in fields(item)}
+    times = {name: value for name, value in values.items() if isinstance(value, float) and name not in _ANY_NUMBER}
+    return values | {name: round(value, 7) for name, value in times.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,10 +220,10 @@ class Timeline:
         spans = [(phase, since(begin), since(end)) for phase, begin, end, _ in step.spans]
         spans = [span for span in spans if span[2] > span[1]]
         buckets = [
-            Bucket(each.position, each.size_bytes, since(each.ready), since(each.sent), since(each.done))
+            Bucket(bucket.position, bucket.size_bytes, since(bucket.ready), since(bucket.sent), since(bucket.done))
             for reduction in step.reductions
-            for each in reduction.buckets
-            if each.sent is not None and each.done is not None
+            for bucket in reduction.buckets
+            if bucket.sent is not None and bucket.done is not None
         ]
         waited = step.reductions[-1].waited if step.reductions else None
         begin, end = (None, None) if waited is None else map(since, waited)
@@ -258,9 +258,9 @@ class Machine:
     @classmethod
     def read(cls, line: Line) -> Machine:
         """Return the line as written."""
-        others = line.keys() - {"kind", "time", "link_peer"}
-        known = {name: float(line[name]) for name in others if line[name] is not None}
-        finite = {name: value for name, value in known.items() if math.isfinite(value)}
+        names = line.keys() - {"kind", "time", "link_peer"}
+        figures = {name: float(line[name]) for name in names if line[name] is not None}
+        finite = {name: value for name, value in figures.items() if math.isfinite(value)}
         return cls(figures=finite, link_peer=str(line.get("link_peer") or ""), **_read(cls, line))
 
 
@@ -400,12 +400,12 @@ def how_called() -> dict[str, str]:
 def config_of(session: Line) -> dict[str, str | int | float]:
     """Return settings, sizes, versions, commits and the machine of a session by name, without what is unknown."""
     settings, provenance = session.get("settings"), session.get("provenance") or {}
-    found = {**(settings if isinstance(settings, dict) else {}), **session, "recorded": provenance.get("when")}
+    values = {**(settings if isinstance(settings, dict) else {}), **session, "recorded": provenance.get("when")}
     for group, facts in provenance.items():
         if isinstance(facts, dict):
-            found |= {f"{group.removesuffix('s')}/{name}": fact for name, fact in facts.items()}
-    known = {name: value for name, value in found.items() if name not in _OF_SESSION and value is not None}
-    return {name: value if isinstance(value, int | float) else str(value) for name, value in known.items()}
+            values |= {f"{group.removesuffix('s')}/{name}": fact for name, fact in facts.items()}
+    config = {name: value for name, value in values.items() if name not in _OF_SESSION and value is not None}
+    return {name: value if isinstance(value, int | float) else str(value) for name, value in config.items()}
 
 
 # What differs between any two sessions, or is shown by its parts.
@@ -473,14 +473,14 @@ class Recorded:
     @property
     def events(self) -> list[Event]:
         """Events of the run: those of the first rank, and errors and recoveries of other ranks."""
-        found: dict[tuple[str, int, str], Event] = {}
+        events: dict[tuple[str, int, str], Event] = {}
         for number in sorted(self.ranks):
             for event in self.ranks[number].events:
                 # A rank that took part in a recovery may be lost before its line is written.
                 if number == self.zero.rank or event.event in ("error", "recovery"):
                     text = event.text if event.event in ("recovery", "evaluation") else ""  # several in a step
-                    found.setdefault((event.event, event.step, text), event)
-        return sorted(found.values(), key=lambda event: event.time)
+                    events.setdefault((event.event, event.step, text), event)
+        return sorted(events.values(), key=lambda event: event.time)
 
 
 def read_run(folder: Path) -> Recorded:
@@ -501,18 +501,18 @@ def read_run(folder: Path) -> Recorded:
     gaps: list[str] = []
     sessions = _sessions(folder / RUN_FILE, gaps)
     # The folder may hold files of an earlier run with more ranks.
-    known = {str(session.get("run")) for session in sessions} if sessions else None
+    runs = {str(session.get("run")) for session in sessions} if sessions else None
     sessions = sessions or [{}]
     ranks: dict[int, RankRecord] = {}
     for number, path in sorted(files.items()):
-        record = _rank(path, number, known, gaps)
+        record = _rank(path, number, runs, gaps)
         if record.steps or record.timelines or record.events or record.machine:
             ranks[number] = record
     if ranks:
         _align_clocks(ranks)
     # Records that `lockstep.monitor` renamed when ranks were restarted.
-    aside = (_rank(path, 0, known, gaps) for path in folder.glob(f"before-restart-*.{RANK_FILES}"))
-    machine = [line for record in (*ranks.values(), *aside) for line in record.machine]
+    renamed = (_rank(path, 0, runs, gaps) for path in folder.glob(f"before-restart-*.{RANK_FILES}"))
+    machine = [line for record in (*ranks.values(), *renamed) for line in record.machine]
     last_ranks = sessions[-1].get("ranks")
     expected = range(len(last_ranks) if isinstance(last_ranks, list) else max(ranks, default=0) + 1)
     for former in [number for number in ranks if number not in expected]:
@@ -555,7 +555,7 @@ def _sessions(path: Path, gaps: list[str]) -> list[dict[str, Any]]:
     return sessions
 
 
-def _rank(path: Path, number: int, known: set[str] | None, gaps: list[str]) -> RankRecord:
+def _rank(path: Path, number: int, runs: set[str] | None, gaps: list[str]) -> RankRecord:
     """Read the file of a rank, without lines of other runs."""
     rank = RankRecord(number)
     kinds: dict[Any, tuple[list[Any], Callable[[Line], Any]]] = {
@@ -564,14 +564,14 @@ def _rank(path: Path, number: int, known: set[str] | None, gaps: list[str]) -> R
         "machine": (rank.machine, Machine.read),
         "event": (rank.events, Event.read),
     }
-    bad, is_ours = [], known is None
+    bad, is_ours = [], runs is None
     for place, text in enumerate(path.read_bytes().splitlines(), 1):
         if not text:
             continue
         try:
             line = _parse(text)
             if line["kind"] == "start":
-                is_ours = known is None or str(line["run"]) in known
+                is_ours = runs is None or str(line["run"]) in runs
                 if is_ours:
                     rank.host, rank.device = str(line["host"]), str(line["device"])
             elif is_ours:
@@ -584,7 +584,7 @@ def _rank(path: Path, number: int, known: set[str] | None, gaps: list[str]) -> R
         gaps.append(f"{path.name}: {len(bad)} line{'s' * (len(bad) > 1)} cannot be read; the first is line {bad[0]}.")
     # Of steps that were repeated after a restart or a recovery, the last one counts.
     rank.steps = sorted({step.step: step for step in rank.steps}.values(), key=lambda step: step.step)
-    rank.timelines = sorted({each.step: each for each in rank.timelines}.values(), key=lambda each: each.time)
+    rank.timelines = sorted({line.step: line for line in rank.timelines}.values(), key=lambda line: line.time)
     return rank
 
 
@@ -595,15 +595,15 @@ def _align_clocks(ranks: Mapping[int, RankRecord]) -> None:
     difference at the last such moment before it. Without timelines, as with fsdp, the clocks are taken to agree.
     """
     first = ranks[min(ranks)]
-    ends = {each.step: each.time + each.waited[1] for each in first.timelines if each.waited}
+    ends = {line.step: line.time + line.waited[1] for line in first.timelines if line.waited}
 
     def shifted(entry: Any) -> Any:
         return replace(entry, time=entry.time - ahead_s[max(0, bisect(moments, entry.time) - 1)])
 
     for record in ranks.values():
-        marks = [each for each in record.timelines if each.waited and each.step in ends]
-        if record.host != first.host and marks:
-            moments = [each.time for each in marks]
-            ahead_s = [each.time + each.waited[1] - ends[each.step] for each in marks if each.waited]
+        timelines = [line for line in record.timelines if line.waited and line.step in ends]
+        if record.host != first.host and timelines:
+            moments = [line.time for line in timelines]
+            ahead_s = [line.time + line.waited[1] - ends[line.step] for line in timelines if line.waited]
             for entries in (record.steps, record.timelines, record.machine, record.events):
                 entries[:] = map(shifted, entries)

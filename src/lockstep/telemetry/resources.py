@@ -60,9 +60,9 @@ class Resources:
         """
         for rank, pid in pids.items():
             # Children of main threads only, which is faster: this runs twice a second.
-            held = sum(_resident_bytes(each) for each in process_tree(pid, of_all_threads=False))
-            if held:  # otherwise it has just ended
-                self.rank_bytes[rank] = held, max(held, self.rank_bytes.get(rank, (0, 0))[1])
+            used_bytes = sum(_resident_bytes(process_pid) for process_pid in process_tree(pid, of_all_threads=False))
+            if used_bytes:  # otherwise it has just ended
+                self.rank_bytes[rank] = used_bytes, max(used_bytes, self.rank_bytes.get(rank, (0, 0))[1])
         free, self.total_bytes = free_and_total_bytes()
         self.least_free_bytes = min(free, self.least_free_bytes)
         with contextlib.suppress(OSError):
@@ -79,8 +79,8 @@ class Resources:
         if not self.rank_bytes:
             return ""
         lines = ["Last known memory of the ranks of this machine:"]
-        for rank, (held, peak) in sorted(self.rank_bytes.items()):
-            on_host = f"{format_bytes(held)} on the host (at most {format_bytes(peak)})"
+        for rank, (used_bytes, peak_bytes) in sorted(self.rank_bytes.items()):
+            on_host = f"{format_bytes(used_bytes)} on the host (at most {format_bytes(peak_bytes)})"
             lines.append(f"rank {rank}: {'; '.join([*self.devices.get(rank, []), on_host])}")
         free, total = format_bytes(self.least_free_bytes), format_bytes(self.total_bytes)
         return "\n".join([*lines, f"The minimum of free memory was {free} of the host's {total}."])
@@ -188,7 +188,7 @@ def _is_first(name: str, pid: int) -> bool:
 
 def _nvml_counters(gpus: Sequence[torch.device]) -> dict[str, tuple[float, float]]:
     nvml, handles = _nvml_handles(gpus)
-    return {name: (nvml.nvmlDeviceGetTotalEnergyConsumption(each) / 1e3, 2.0**64) for name, each in handles.items()}
+    return {name: (nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3, 2.0**64) for name, handle in handles.items()}
 
 
 def _nvml_handles(gpus: Sequence[torch.device]) -> tuple[Any, dict[str, Any]]:
@@ -200,13 +200,13 @@ def _nvml_handles(gpus: Sequence[torch.device]) -> tuple[Any, dict[str, Any]]:
 
 
 def _rapl_counters() -> dict[str, tuple[float, float]]:
-    found = {}
+    counters = {}
     for zone in POWERCAP.glob("intel-rapl:*"):  # the name on AMD, too
         # Other zones are parts of a package, or hold all packages: they would count twice.
         if (zone / "name").read_text(errors="replace").startswith(("package", "dram")):
             energy_uj, limit_uj = (int((zone / name).read_bytes()) for name in ("energy_uj", "max_energy_range_uj"))
-            found[zone.name] = (energy_uj / 1e6, limit_uj / 1e6)
-    return found
+            counters[zone.name] = (energy_uj / 1e6, limit_uj / 1e6)
+    return counters
 
 
 class MachineSampler:
@@ -257,9 +257,9 @@ class MachineSampler:
             "energy_j": None if math.isnan(used.energy_j) else used.energy_j,
         }
 
-    def _ask_driver(self, what: str, *, scale: float = 1.0) -> float | None:
+    def _ask_driver(self, figure: str, *, scale: float = 1.0) -> float | None:
         with contextlib.suppress(Exception):  # NVML's module is not installed, or the driver lacks this figure
-            return scale * float(getattr(torch.get_device_module(self._gpus[0]), what)(self._gpus[0]))
+            return scale * float(getattr(torch.get_device_module(self._gpus[0]), figure)(self._gpus[0]))
         return None
 
     def _gpu_throttled_percent(self) -> float | None:
@@ -286,30 +286,30 @@ class MachineSampler:
         past_s = now["at"] - before.get("at", 0.0)
         percent = {name: 100 * (now[name] - before[name]) / past_s for name in now if name in before}
         waits = [percent[name] for name in map(str, pids) if name in percent]
-        found = {f"{name}_percent": percent.get(name) for name in ("host_cpu", "steal", "throttled")}
-        return found | {"core_wait_percent": max(waits, default=None)}
+        percents = {f"{name}_percent": percent.get(name) for name in ("host_cpu", "steal", "throttled")}
+        return percents | {"core_wait_percent": max(waits, default=None)}
 
     def _sample_links(self) -> dict[str, Any]:
         """Return the bytes sent to other machines, and the slowest link since the last call."""
         before, self._sent = self._sent, sent_to()
         rates = {}
-        for peer, now in self._sent.items():
-            sent, busy_s = (new - old for new, old in zip(now, before.get(peer, Sent(0, 0.0)), strict=True))
+        for peer, traffic in self._sent.items():
+            sent, busy_s = (new - old for new, old in zip(traffic, before.get(peer, Sent(0, 0.0)), strict=True))
             if sent >= _TELLING_BYTES and busy_s > 0:
                 rates[peer] = sent / busy_s
         slowest = min(rates, key=rates.__getitem__, default=None)
-        total = sum(each.num_bytes for each in self._sent.values()) if self._sent else None
+        total = sum(traffic.num_bytes for traffic in self._sent.values()) if self._sent else None
         return {"sent_bytes": total, "link_bytes_per_s": rates.get(slowest or ""), "link_peer": slowest}
 
     def _sample_workers(self) -> tuple[float, int]:
-        found: dict[int, psutil.Process] = {}
+        workers: dict[int, psutil.Process] = {}
         percent, rss_bytes = 0.0, 0
         for pid in process_tree(self._process.pid):
             with contextlib.suppress(psutil.Error):  # it has just ended
                 if pid != self._process.pid:
                     # The same object as before, as its percentage refers to the time since its last call.
-                    found[pid] = self._workers.get(pid) or psutil.Process(pid)
-                    percent += found[pid].cpu_percent()
-                    rss_bytes += found[pid].memory_info().rss
-        self._workers = found
+                    workers[pid] = self._workers.get(pid) or psutil.Process(pid)
+                    percent += workers[pid].cpu_percent()
+                    rss_bytes += workers[pid].memory_info().rss
+        self._workers = workers
         return percent, rss_bytes

@@ -109,18 +109,18 @@ class StepTimes:
 
 
 # The names of the fields.
-TIMES = tuple(each.name for each in fields(StepTimes))
+TIMES = tuple(attribute.name for attribute in fields(StepTimes))
 
 
-def combine(steps: Sequence[StepTimes], how: Callable[[Sequence[float]], float] = fmean) -> StepTimes:
-    """Return the mean of each time, or what ``how`` makes of it, over those of ``steps`` in which it is known."""
-    found: dict[str, Any] = {name: mean_of_known((getattr(each, name) for each in steps), how) for name in TIMES}
-    return StepTimes(**found)
+def combine(steps: Sequence[StepTimes], average: Callable[[Sequence[float]], float] = fmean) -> StepTimes:
+    """Return the mean of each time, or another ``average``, over those of ``steps`` in which it is known."""
+    means: dict[str, Any] = {name: mean_of_known((getattr(step, name) for step in steps), average) for name in TIMES}
+    return StepTimes(**means)
 
 
-def mean_of_known(values: Iterable[float | None], how: Callable[[Sequence[float]], float] = fmean) -> float | None:
-    """Return the mean, or what ``how`` makes of them, of those ``values`` that are known; None if none is."""
-    return how(known) if (known := [value for value in values if value is not None]) else None
+def mean_of_known(values: Iterable[float | None], average: Callable[[Sequence[float]], float] = fmean) -> float | None:
+    """Return the mean, or another ``average``, of those ``values`` that are known; None if none is."""
+    return average(numbers) if (numbers := [value for value in values if value is not None]) else None
 
 
 def milliseconds(seconds: float) -> str:
@@ -185,9 +185,9 @@ class Reduction:
             return None
         until = seconds_between(start, self.waited[0])
         hidden = reached = 0.0
-        for each in self.buckets:
-            if each.sent is not None and each.done is not None:
-                sent, done = seconds_between(start, each.sent), min(until, seconds_between(start, each.done))
+        for bucket in self.buckets:
+            if bucket.sent is not None and bucket.done is not None:
+                sent, done = seconds_between(start, bucket.sent), min(until, seconds_between(start, bucket.done))
                 # Buckets may overlap: the common time counts once.
                 hidden += max(0.0, done - max(sent, reached))
                 reached = max(reached, done)
@@ -263,8 +263,8 @@ class StepMarks:
     @property
     def device_marks(self) -> list[Any]:
         """The events of the device after which all values can be read."""
-        known = (*self.losses, self.grad_norm, self.counted, *self.logged.values())
-        numbers = [each for each in known if each is not None]
+        candidates = (*self.losses, self.grad_norm, self.counted, *self.logged.values())
+        numbers = [number for number in candidates if number is not None]
         marks = [self.end, *(number.arrived for number in numbers), *(end for _, end in self.copies)]
         return [mark for mark in marks if mark is not None and not isinstance(mark, float)]
 
@@ -283,13 +283,13 @@ class StepMarks:
                 # Such as the all-reduce of SyncBatchNorm within forward.
                 seconds[phase] -= waited_s
                 in_collectives_s += waited_s
-        in_backward_s = sum(each.waited_s for each in self.reductions) if self.reductions else self.exposed_s
+        in_backward_s = sum(reduction.waited_s for reduction in self.reductions) if self.reductions else self.exposed_s
         seconds["backward"] = max(0.0, seconds["backward"] - (in_backward_s or 0.0))
         exposed_s = None if in_backward_s is None else in_backward_s + seconds["communication"] + in_collectives_s
         without_core_s = self._take_out_core_wait(seconds)
         if exposed_s is None:
             seconds["backward"] += seconds["communication"] + in_collectives_s
-        hidden = [each for reduction in self.reductions if (each := reduction.hidden_s(self.begin)) is not None]
+        hidden = [hidden_s for reduction in self.reductions if (hidden_s := reduction.hidden_s(self.begin)) is not None]
         del seconds["communication"]
         return StepTimes(
             total_s=seconds_between(self.begin, self.end),

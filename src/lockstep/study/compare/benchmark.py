@@ -134,8 +134,8 @@ def compare(
             peaks = tuple(itertools.chain(*by_process))
         single, turns = contenders[0] if contenders else None, merge([turns[name] for _, turns, _ in by_rank])
         contenders.append(Candidate(name, num_threads, turns, tuple(losses[name]), peaks, single, devices))
-    found = Comparison(setup, tuple(contenders), left_out)
-    return replace(found, verdict=judge(found))
+    comparison = Comparison(setup, tuple(contenders), left_out)
+    return replace(comparison, verdict=judge(comparison))
 
 
 def choose(strategies: Sequence[str], *, cuda: bool) -> tuple[tuple[StrategyName, ...], tuple[dict[str, str], ...]]:
@@ -149,8 +149,8 @@ def choose(strategies: Sequence[str], *, cuda: bool) -> tuple[tuple[StrategyName
     wanted = [name for name in POSSIBLE if name in strategies or name == SINGLE]
     if cuda or "torch-dp" not in wanted:
         return tuple(wanted), ()
-    why = "torch.nn.DataParallel does nothing on CPUs; ours runs there, as dp."
-    return tuple(name for name in wanted if name != "torch-dp"), ({"strategy": "torch-dp", "reason": why},)
+    reason = "torch.nn.DataParallel does nothing on CPUs; ours runs there, as dp."
+    return tuple(name for name in wanted if name != "torch-dp"), ({"strategy": "torch-dp", "reason": reason},)
 
 
 def threads_of(strategy: str, num_cores: int, num_devices: int) -> int:
@@ -274,12 +274,12 @@ class Entrant:
         if not start() or self.trainer is None:
             return None
         try:
-            found = run(self.trainer)
+            result = run(self.trainer)
         except Exception as error:  # a task may work with one engine only
             error.add_note(f"Strategy {self._strategy} was running. To measure only others: --strategies LIST")
             raise
         _stop_loading(self.trainer)
-        return found
+        return result
 
 
 def _stop_loading(trainer: Trainer) -> None:
@@ -398,12 +398,12 @@ def measure_candidate(
         exposed_s *= trainer.settings.accumulate
     # With the same data still in the caches, so that only the synchronisation differs.
     with trainer.without_sync():
-        _, alone = time_steps(trainer, max(3, num_steps // 3))
-    backward_s, alone_s = (
-        [one.times.part("backward") + one.times.part("exposed") for one in each] for each in (records, alone)
+        _, unsynced = time_steps(trainer, max(3, num_steps // 3))
+    backward_s, unsynced_s = (
+        [step.times.part("backward") + step.times.part("exposed") for step in steps] for steps in (records, unsynced)
     )
     if name in PER_PROCESS:
-        exposed_s = median(backward_s) - median(alone_s)
+        exposed_s = median(backward_s) - median(unsynced_s)
     times = replace(
         combine([record.times for record in records]),
         total_s=seconds / num_steps,
@@ -442,15 +442,15 @@ def merge(by_rank: Sequence[Sequence[Measurement]]) -> tuple[Measurement, ...]:
 
 def split_layers(model: torch.nn.Module) -> tuple[str, ...]:
     """Return the kinds of layer whose result depends on how a batch is divided over devices."""
-    found = set()
+    kinds = set()
     for layer in model.modules():
         if isinstance(layer, BatchNorm) and not isinstance(layer, torch.nn.SyncBatchNorm):
-            found.add("batch norm")
+            kinds.add("batch norm")
         # Recurrent layers and attention have their rate in a number named dropout; others have a layer of this name.
         rate = getattr(layer, "p" if isinstance(layer, Dropout) else "dropout", None)
         if isinstance(rate, float | int) and rate > 0:
-            found.add("dropout")
-    return tuple(sorted(found))
+            kinds.add("dropout")
+    return tuple(sorted(kinds))
 
 
 def measure_peak(benchmark: Benchmark, strategy: StrategyName, world: World) -> list[int]:

@@ -214,21 +214,22 @@ def tables(comparison: Comparison) -> tuple[Table, Table]:
         f"{setup.task}: {setup.num_devices} x {setup.device}, global batch {setup.global_batch_size}, "
         f"{setup.num_rounds} rounds of {setup.num_steps} steps"
     )
-    of_speed = ("samples/s", "speed-up", "low - high", "peak MiB", "loss", "vs single")
-    of_step = ("step", "data\nwait", "forward", "backward", "exposed", "optimizer", "core\nwait", "other")
+    speed_columns = ("samples/s", "speed-up", "low - high", "peak MiB", "loss", "vs single")
+    step_columns = ("step", "data\nwait", "forward", "backward", "exposed", "optimizer", "core\nwait", "other")
     speeds, steps = [], []
-    for each in comparison.contenders:
-        rate, gain, difference = number(each.samples_per_s.median), each.speed_up, each.loss_difference
-        peak = f"{max(each.peak_bytes) / MIB:,.0f}" if each.peak_bytes else "-"
+    for candidate in comparison.contenders:
+        rate, loss = number(candidate.samples_per_s.median), f"{candidate.last_loss:.4f}"
+        gain, difference = candidate.speed_up, candidate.loss_difference
+        peak = f"{max(candidate.peak_bytes) / MIB:,.0f}" if candidate.peak_bytes else "-"
         span, against = f"{gain.low:.2f} - {gain.high:.2f}", f"{difference:+.1e}" if difference else "0"
-        if each is comparison.single:
+        if candidate is comparison.single:
             span = against = "-"
-        speeds.append((each.strategy, rate, f"{gain.median:.2f}x", span, peak, f"{each.last_loss:.4f}", against))
-        parts = ("-" if (taken_s := getattr(each.step, f"{name}_s")) is None else _ms(taken_s) for name in _TIMED)
-        steps.append((each.strategy, _ms(each.step.total_s), *parts))
+        speeds.append((candidate.strategy, rate, f"{gain.median:.2f}x", span, peak, loss, against))
+        parts = ("-" if (taken_s := getattr(candidate.step, f"{name}_s")) is None else _ms(taken_s) for name in _TIMED)
+        steps.append((candidate.strategy, _ms(candidate.step.total_s), *parts))
     return (
-        Table(title, ("strategy", *of_speed), speeds, numbers=of_speed),
-        Table("Time per step (ms)", ("strategy", *of_step), steps, numbers=of_step),
+        Table(title, ("strategy", *speed_columns), speeds, numbers=speed_columns),
+        Table("Time per step (ms)", ("strategy", *step_columns), steps, numbers=step_columns),
     )
 
 
@@ -248,24 +249,24 @@ def footnotes(comparison: Comparison) -> list[str]:
         f"The loss is that of step {setup.num_steps_in_all}, on the same samples for all.",
     ]
     if setup.device == "cpu":
-        single, *others = (f"{each.strategy} {each.num_threads}" for each in comparison.contenders)
-        tried = f"{single} (the faster of 1 and {setup.num_cores})" if setup.num_cores > 1 else single
-        notes.append(f"Threads of each process or replica: {', '.join([tried, *others])}.")
+        single, *others = (f"{candidate.strategy} {candidate.num_threads}" for candidate in comparison.contenders)
+        single_threads = f"{single} (the faster of 1 and {setup.num_cores})" if setup.num_cores > 1 else single
+        notes.append(f"Threads of each process or replica: {', '.join([single_threads, *others])}.")
     if comparison.single.peak_bytes:
         notes.append(_PEAKS_ON_CPU if setup.device == "cpu" else _PEAKS)
-    return notes + ["{strategy} was left out: {reason}".format(**left) for left in comparison.left_out]
+    return notes + ["{strategy} was left out: {reason}".format(**omission) for omission in comparison.left_out]
 
 
 def render_page(comparison: Comparison, provenance: Provenance) -> str:
     """Return verdict, plot and tables as one HTML file."""
     setup = comparison.setup
-    rows = {each.strategy: each.step.parts() for each in comparison.contenders}
+    rows = {candidate.strategy: candidate.step.parts() for candidate in comparison.contenders}
     plot = drawing.stacked_bars("Where the step goes", "milliseconds per step", rows)
-    shown = tables(comparison)
-    body = drawing.figures_body(plot, shown, footnotes(comparison), setup.command, provenance)
+    page_tables = tables(comparison)
+    body = drawing.figures_body(plot, page_tables, footnotes(comparison), setup.command, provenance)
     heading = f"{setup.task} on one device{f' and on {setup.num_devices}' if setup.num_devices > 1 else ''}"
     tab = f"{setup.task} on {setup.num_devices} {setup.device}: lockstep compare"
-    return drawing.html_page(tab, heading, shown[0].title, comparison.verdict.sentences, body)
+    return drawing.html_page(tab, heading, page_tables[0].title, comparison.verdict.sentences, body)
 
 
 def number(value: float) -> str:
@@ -316,9 +317,9 @@ def to_record(comparison: Comparison, provenance: Provenance) -> dict[str, Any]:
     """Return what ``--json`` writes: all figures, raw and summarized."""
     # The version grows when a key or a meaning changes; new keys leave it as it is.
     record = {"version": 2, **asdict(comparison), "provenance": asdict(provenance)}
-    for shown, candidate in zip(record["contenders"], comparison.contenders, strict=True):
-        shown["step"] |= {"exposed_s": candidate.step.part("exposed"), "other_s": candidate.step.other_s}
-        for turn in shown["turns"]:
+    for entry, candidate in zip(record["contenders"], comparison.contenders, strict=True):
+        entry["step"] |= {"exposed_s": candidate.step.part("exposed"), "other_s": candidate.step.other_s}
+        for turn in entry["turns"]:
             turn |= turn.pop("times")
             turn["step_s"] = turn.pop("total_s")
             turn["backward_s"] += turn["exposed_s"] or 0.0  # with synchronisation
@@ -340,15 +341,15 @@ def judge(comparison: Comparison) -> Verdict:
 def _recommend(comparison: Comparison) -> tuple[Candidate | None, str]:
     """Return what to use and the sentence that says so; None if the rounds do not tell."""
     single, num_rounds = comparison.single, comparison.setup.num_rounds
-    nearest = max(comparison.others, key=lambda each: each.speed_up.median)
+    nearest = max(comparison.others, key=lambda candidate: candidate.speed_up.median)
     gain, name = nearest.speed_up, nearest.strategy
     measured = f"{gain.median:.2f}x single's speed {_range(gain)}"
-    command, more = re.sub(r" --rounds[ =]\d+", "", comparison.setup.command), max(10, 2 * num_rounds)
-    again = f"For more rounds: {command} --rounds {more}" if command else f"For more rounds: rounds={more}"
+    command, rounds = re.sub(r" --rounds[ =]\d+", "", comparison.setup.command), max(10, 2 * num_rounds)
+    advice = f"For more rounds: {command} --rounds {rounds}" if command else f"For more rounds: rounds={rounds}"
     if num_rounds < FEWEST_ROUNDS:
-        return None, f"Too few rounds to decide, {num_rounds} of {FEWEST_ROUNDS}: {name} comes to {measured}. {again}"
+        return None, f"Too few rounds to decide, {num_rounds} of {FEWEST_ROUNDS}: {name} comes to {measured}. {advice}"
     if gain.holds(1.0) and gain.high >= WORTH:
-        return None, f"These rounds do not tell whether {name} is any faster: {measured}. {again}"
+        return None, f"These rounds do not tell whether {name} is any faster: {measured}. {advice}"
     if gain.holds(1.0):
         return single, f"More devices gain nothing: {name} ties with single at {measured}."
     if gain.median < 1.0:
@@ -356,12 +357,12 @@ def _recommend(comparison: Comparison) -> tuple[Candidate | None, str]:
     if gain.median < WORTH:
         return single, f"Use single: {name} gains too little to be worth the trouble, {measured}."
     # Compared with the nearest round by round: two whose ranges over single overlap may still differ clearly.
-    faster = [each for each in comparison.others if each.speed_up.low > 1.0]
-    tied = [each for each in faster if each is nearest or each.speed_over(nearest).holds(1.0)]
-    chosen = min(tied, key=lambda each: PREFERENCE.index(each.strategy))
+    faster = [candidate for candidate in comparison.others if candidate.speed_up.low > 1.0]
+    tied = [candidate for candidate in faster if candidate is nearest or candidate.speed_over(nearest).holds(1.0)]
+    chosen = min(tied, key=lambda candidate: PREFERENCE.index(candidate.strategy))
     text = f"Use {chosen.strategy}: {chosen.speed_up.median:.2f}x single's speed {_range(chosen.speed_up)}."
-    if rest := [each.strategy for each in tied if each is not chosen]:
-        text += f" {_and(rest)} {'ties' if len(rest) == 1 else 'tie'} with it."
+    if tied_names := [candidate.strategy for candidate in tied if candidate is not chosen]:
+        text += f" {_and(tied_names)} {'ties' if len(tied_names) == 1 else 'tie'} with it."
     return chosen, text
 
 
@@ -403,47 +404,52 @@ def _shares(candidate: Candidate) -> str:
 
 
 def _efficiency(comparison: Comparison) -> list[str]:
+    """Return which strategies reach a good efficiency, and what may explain an unexpected one."""
     setup = comparison.setup
-    named = [(each.efficiency, f"{each.strategy} ({each.efficiency:.0%})") for each in comparison.others]
-    good = [text for value, text in named if value >= GOOD_EFFICIENCY]
-    poor = [text for value, text in named if value < GOOD_EFFICIENCY]
+    efficiencies = [(candidate.efficiency, candidate.strategy) for candidate in comparison.others]
+    good = [f"{name} ({value:.0%})" for value, name in efficiencies if value >= GOOD_EFFICIENCY]
+    poor = [f"{name} ({value:.0%})" for value, name in efficiencies if value < GOOD_EFFICIENCY]
     reached = f"reached by {_and(good)}" if good else f"not reached: {_and(poor)}"
-    rest = f", not by {_and(poor)}" if good and poor else ""
-    text = f"{GOOD_EFFICIENCY:.0%} efficiency on {_devices(setup)} is {reached}{rest}."
+    misses = f", not by {_and(poor)}" if good and poor else ""
+    text = f"{GOOD_EFFICIENCY:.0%} efficiency on {_devices(setup)} is {reached}{misses}."
     # Single computes with all the cores that the others have together; not if one thread is faster.
     if setup.device == "cpu" and 1 < setup.num_devices <= comparison.single.num_threads:
         text += f" All share {setup.num_cores} cores, so {1 / setup.num_devices:.0%} is single's own speed."
-    if max(each.efficiency for each in comparison.others) >= 1.005:
+    if max(candidate.efficiency for candidate in comparison.others) >= 1.005:
         text += " More than 100% means that single is held back, as by caches: try another --global-batch-size."
     return [text]
 
 
 def _core_wait(comparison: Comparison) -> list[str]:
-    times = {each.strategy: [turn.times for turn in each.turns] for each in comparison.contenders}
-    waits = {name: median(one.part("core_wait") / one.total_s for one in of_turns) for name, of_turns in times.items()}
+    """Return a warning if steps waited for cores, as the figures then depend on what else the machine does."""
+    times = {candidate.strategy: [turn.times for turn in candidate.turns] for candidate in comparison.contenders}
+    waits = {name: median(step.part("core_wait") / step.total_s for step in steps) for name, steps in times.items()}
     if max(waits.values()) < CROWDED:
         return []
-    during = _and([f"{name} {share:.0%}" for name, share in waits.items()])
+    shares = _and([f"{name} {share:.0%}" for name, share in waits.items()])
     return [
         "The machine is not quiet: other programs use the cores, or the ranks are more than the cores. Steps waited "
-        f"for a core: {during} of their time. Compare again when the machine is quiet."
+        f"for a core: {shares} of their time. Compare again when the machine is quiet."
     ]
 
 
 def _costs(comparison: Comparison) -> list[str]:
-    """Return what the samples that single processes in an hour take with each other strategy: time, money, energy."""
+    """Return the time, the money and the energy that the others take in addition to single, for the same samples."""
     setup, single = comparison.setup, comparison.single
-    # A single process with several threads uses the cores of all ranks, so that it pays for as many devices as they.
-    shares_cores = setup.device == "cpu" and single.num_threads > 1
-    num_alone = setup.num_devices if shares_cores else 1
-    samples_per_hour = 3600 * single.samples_per_s.median
-    costs = []
+    # On CPUs the devices are parts of one machine. With several threads, single uses the cores of all of them, so an
+    # hour of it costs as much as an hour of all; with one thread, or on a GPU, it uses one device, and the others idle.
+    uses_all_cores = setup.device == "cpu" and single.num_threads > 1
+    num_single_devices = setup.num_devices if uses_all_cores else 1
+    texts = []
     for candidate in comparison.others:
-        time_and_money = more_than_alone(1 / candidate.speed_up.median, setup.num_devices, num_alone, setup.price)
-        per_sample_j = _joules_per_sample(candidate) - _joules_per_sample(single)
-        costs.append(f"{candidate.strategy} {time_and_money}{format_energy(samples_per_hour * per_sample_j, '+')}")
-    text = f"Compared with an hour of single, for the same samples: {'; '.join(costs)}."
-    return [text + f" Single has the cores of all {_devices(setup)}, and counts as so many." * shares_cores]
+        # The unit is what single processes in an hour, which a strategy with twice its speed does in half an hour.
+        hours = 1 / candidate.speed_up.median
+        cost = more_than_alone(hours, setup.num_devices, num_single_devices, setup.price)
+        extra_joules = _joules_per_sample(candidate) - _joules_per_sample(single)
+        energy = format_energy(3600 * single.samples_per_s.median * extra_joules, "+")
+        texts.append(f"{candidate.strategy} {cost}{energy}")
+    text = f"Compared with an hour of single, for the same samples: {'; '.join(texts)}."
+    return [text + f" Single has the cores of all {_devices(setup)}, and counts as so many." * uses_all_cores]
 
 
 def _joules_per_sample(candidate: Candidate) -> float:
@@ -451,16 +457,18 @@ def _joules_per_sample(candidate: Candidate) -> float:
 
 
 def _against_torch(comparison: Comparison) -> list[str]:
+    """Return a sentence for each engine that took part together with torch's class of the same kind."""
     sentences = []
     for name in ("dp", "ddp"):
-        if (ours := comparison.find(name)) and (torchs := comparison.find(f"torch-{name}")):
-            ratio = ours.speed_over(torchs)
-            how = "ties with" if ratio.holds(1.0) else "is faster than" if ratio.median > 1.0 else "is slower than"
-            sentences.append(f"Our {name} {how} torch-{name}: {ratio.median:.2f}x its speed {_range(ratio)}.")
+        if (candidate := comparison.find(name)) and (torch_candidate := comparison.find(f"torch-{name}")):
+            ratio = candidate.speed_over(torch_candidate)
+            verb = "ties with" if ratio.holds(1.0) else "is faster than" if ratio.median > 1.0 else "is slower than"
+            sentences.append(f"Our {name} {verb} torch-{name}: {ratio.median:.2f}x its speed {_range(ratio)}.")
     return sentences
 
 
 def _loss(comparison: Comparison) -> list[str]:
+    """Return whether the losses agree: from the same weights and samples, only rounding may differ."""
     setup, single = comparison.setup, comparison.single
     if not (math.isfinite(single.losses[0]) and math.isfinite(single.last_loss)):
         return ["The loss of single is not finite, so losses cannot be compared: check the data and the learning rate."]
@@ -470,26 +478,27 @@ def _loss(comparison: Comparison) -> list[str]:
     scale = abs(single.losses[0]) or 1.0
     tolerance = FIRST_LOSS_TOLERANCE[setup.precision]
     tolerances = f"first step {tolerance:.0e}, last step {LAST_LOSS_TOLERANCE:.0e}, as shares of the first loss"
-    firsts = [abs(each.losses[0] - single.losses[0]) / scale for each in comparison.others]
-    lasts = [abs(each.loss_difference) / scale for each in comparison.others]
-    apart = [
-        f"{each.strategy} (first step {first:.1e}, last step {last:.1e})"
-        for each, first, last in zip(comparison.others, firsts, lasts, strict=True)
-        if not (first <= tolerance and last <= LAST_LOSS_TOLERANCE)  # a NaN is apart as well
+    firsts = [abs(candidate.losses[0] - single.losses[0]) / scale for candidate in comparison.others]
+    lasts = [abs(candidate.loss_difference) / scale for candidate in comparison.others]
+    differing = [
+        f"{candidate.strategy} (first step {first:.1e}, last step {last:.1e})"
+        for candidate, first, last in zip(comparison.others, firsts, lasts, strict=True)
+        if not (first <= tolerance and last <= LAST_LOSS_TOLERANCE)  # a NaN differs, too
     ]
-    if not apart:
+    if not differing:
         return [
             f"The losses agree with single's from the first step (within {max(firsts):.1e}) to step "
             f"{setup.num_steps_in_all} (within {max(lasts):.1e}); tolerances: {tolerances}."
         ]
-    why = "No layer of the model explains that: is the loss the mean over the batch's samples?"
+    cause = "No layer of the model explains that: is the loss the mean over the batch's samples?"
     if setup.split_layers:
-        why = f"The model has {_and(setup.split_layers)}, whose result depends on how a batch is split."
-    return [f"The loss differs from single's: {_and(apart)}; tolerances: {tolerances}. {why}"]
+        cause = f"The model has {_and(setup.split_layers)}, whose result depends on how a batch is split."
+    return [f"The loss differs from single's: {_and(differing)}; tolerances: {tolerances}. {cause}"]
 
 
 def _noise(comparison: Comparison) -> list[str]:
-    noisiest = max(comparison.contenders, key=lambda each: each.samples_per_s.relative_width)
+    """Return a warning if the rounds of a candidate differ too much for precise figures."""
+    noisiest = max(comparison.contenders, key=lambda candidate: candidate.samples_per_s.relative_width)
     if (width := noisiest.samples_per_s.relative_width) <= NOISY:
         return []
     return [

@@ -45,7 +45,7 @@ class Report(Shown):
     def sentences(self) -> list[str]:
         """The sentences that the command prints."""
         missing = [f"Missing: {gap}" for gap in self.view.run.gaps]
-        losses = [each.loss_note for each in self.baselines]
+        losses = [baseline.loss_note for baseline in self.baselines]
         return [*sentences(self.view, self.baselines), *recovery_texts(self.view), *self.costs, *missing, *losses]
 
     @property
@@ -55,8 +55,8 @@ class Report(Shown):
         parts = {
             "gaps": _listing("What is missing in this record", view.run.gaps, "gaps"),
             # The first one is a part of the summary above.
-            "advice": _listing("What else to change", [each.text for each in view.advice[1:_MOST_TEXTS]]),
-            "losses": _listing("The losses beside those of other runs", [each.loss_note for each in baselines]),
+            "advice": _listing("What else to change", [advice.text for advice in view.advice[1:_MOST_TEXTS]]),
+            "losses": _listing("The losses beside those of other runs", [baseline.loss_note for baseline in baselines]),
             "plots": "".join(draw(view, baselines)),
             "tables": _folded([ranks_table(view), events_table(view)]),
             "costs": _listing("What it used", self.costs),
@@ -97,8 +97,8 @@ def report(
     """
     view = view_run(Path(run))
     folders = [against] if isinstance(against, str | os.PathLike) else against or ()
-    others = [view_run(Path(each)) for each in folders]
-    baselines = [compare_with_baseline(view, other, is_only=len(others) == 1) for other in others]
+    other_views = [view_run(Path(folder)) for folder in folders]
+    baselines = [compare_with_baseline(view, other_view, is_only=len(other_views) == 1) for other_view in other_views]
     return Report(view, baselines, find_costs(view.run, price))
 
 
@@ -107,8 +107,8 @@ def _listing(heading: str, texts: Sequence[str], look: str = "") -> str:
 
 
 def _folded(tables: Sequence[Table]) -> str:
-    shown = {escape(table.title): drawing.html_table(table) for table in tables if table.rows}
-    return "".join(f"<details><summary>{title}</summary>{table}</details>\n" for title, table in shown.items())
+    tables_html = {escape(table.title): drawing.html_table(table) for table in tables if table.rows}
+    return "".join(f"<details><summary>{title}</summary>{table}</details>\n" for title, table in tables_html.items())
 
 
 # All figures as tables: for readers who cannot see the plots, and for values that plots omit.
@@ -127,9 +127,9 @@ _MACHINE = (
 
 def about_table(view: View, baselines: Sequence[BaselineComparison]) -> Table:
     """Return how and where a run was made; with other runs in columns of their own, and differences marked."""
-    views = {"this run": view} | {each.name: each.view for each in baselines}
-    facts = [each.run.config for each in views.values()]
-    rows = [[name, *(str(each.get(name, "")) for each in facts)] for name in dict.fromkeys(chain(*facts))]
+    views = {"this run": view} | {baseline.name: baseline.view for baseline in baselines}
+    configs = [view.run.config for view in views.values()]
+    rows = [[name, *(str(config.get(name, "")) for config in configs)] for name in dict.fromkeys(chain(*configs))]
     differs = [row[0] for row in rows if len(set(row[1:])) > 1]
     return Table("Settings, machine and versions", ["", *views], rows, differs=differs)
 
@@ -211,11 +211,11 @@ class _Curve(NamedTuple):
 
 def draw(view: View, baselines: Sequence[BaselineComparison] = ()) -> list[str]:
     """Return the plots for which there are figures."""
-    runs = {"this run" if baselines else "": view} | {each.name: each.view for each in baselines}
-    events = [event for each in runs.values() for event in each.run.events]
+    runs = {"this run" if baselines else "": view} | {baseline.name: baseline.view for baseline in baselines}
+    events = [event for view in runs.values() for event in view.run.events]
     metrics = dict.fromkeys(name for event in events for name in event.metrics or {} if name != "loss")
-    logged = dict.fromkeys(name for each in runs.values() for line in each.run.zero.steps for name in line.logged)
-    begin_s, longest_s = _begin_s(view), max(each.figures.total_s for each in runs.values())
+    logged = dict.fromkeys(name for view in runs.values() for line in view.run.zero.steps for name in line.logged)
+    begin_s, longest_s = _begin_s(view), max(view.figures.total_s for view in runs.values())
     unit, unit_s = ("second", 1) if longest_s < _SHORT_S else ("minute", 60)
     over_steps = partial(_over_steps, runs, _marks(view, lambda event: float(event.step)))
     over_time = partial(_over_time, runs, _marks(view, lambda event: (event.time - begin_s) / unit_s), unit, unit_s)
@@ -315,7 +315,7 @@ def _marks(view: View, place: Callable[[Event], float]) -> list[drawing.Attribut
             "mode": "lines",
             "name": name,
             "yaxis": "y2",
-            "x": [*chain(*((at, at, None) for at in places))],
+            "x": [*chain(*((x, x, None) for x in places))],
             "y": [0.0, height, None] * len(events),
             "text": [*chain(*((text, text, "") for text in map(drawing.plain, texts)))],
             "line": {"color": colour, "width": 1.5, "dash": dash},
@@ -339,24 +339,24 @@ def _plot_curves(
     """Plot curves with marked events; None if no curve has a value."""
     traces, words, values = [], [], set[float]()
     for curve in curves:
-        known = [(at, value) for at, value in curve.points if value is not None]
-        finite = [value for _, value in known if math.isfinite(value)]
+        points = [(x, value) for x, value in curve.points if value is not None]
+        finite = [value for _, value in points if math.isfinite(value)]
         if not finite:
             continue
         values.update(finite)
-        shown = _binned(known)
+        bins = _binned(points)
         traces.append(
             {
                 "type": "scatter",
-                "mode": "lines+markers" if curve.has_markers or len(shown) == 1 else "lines",
+                "mode": "lines+markers" if curve.has_markers or len(bins) == 1 else "lines",
                 "name": drawing.plain(curve.name),
-                "x": [round(at, 4) for at, _ in shown],
+                "x": [round(x, 4) for x, _ in bins],
                 # JSON has no other numbers.
-                "y": [float(f"{value:.5g}") if math.isfinite(value) else None for _, value in shown],
+                "y": [float(f"{value:.5g}") if math.isfinite(value) else None for _, value in bins],
                 "line": {"color": curve.colour, "width": 1.8, "dash": "dot" if curve.has_markers else "solid"},
             }
         )
-        text = f"from {known[0][1]:.3g} to {known[-1][1]:.3g}, between {min(finite):.3g} and {max(finite):.3g}"
+        text = f"from {points[0][1]:.3g} to {points[-1][1]:.3g}, between {min(finite):.3g} and {max(finite):.3g}"
         words.append(text if curve.name == "training" else f"{curve.name}: {text}")
     if not words:
         return None
@@ -397,26 +397,26 @@ def draw_timeline(view: View) -> str | None:
         return None
     # Steps beside each other would be unreadable on a phone.
     labels: list[str] = []
-    found: dict[Part, list[tuple[float, float, float]]] = {part: [] for part in (*PARTS.values(), _QUEUED, _BUCKET)}
+    by_part: dict[Part, list[tuple[float, float, float]]] = {part: [] for part in (*PARTS.values(), _QUEUED, _BUCKET)}
     for step in steps:
         zero = min(timeline.time for timeline in step.values())
         bars = bars_of(view.run, step, zero)
         labels.append(f"<b>step {step[ranks[0]].step + 1}</b>")
         for rank in ranks:
             for name, begin_s, end_s in bars[rank]:
-                found[PARTS[name]].append((len(labels) - 0.17, begin_s, end_s - begin_s))
+                by_part[PARTS[name]].append((len(labels) - 0.17, begin_s, end_s - begin_s))
             shift_s = step[rank].time - zero
             for number, _, ready_s, sent_s, done_s in step[rank].buckets:
                 # Three levels in turn, since consecutive buckets overlap in time.
                 place = len(labels) + 0.13 + 0.12 * (number % 3)
-                found[_QUEUED].append((place, shift_s + ready_s, sent_s - ready_s))
-                found[_BUCKET].append((place, shift_s + sent_s, done_s - sent_s))
+                by_part[_QUEUED].append((place, shift_s + ready_s, sent_s - ready_s))
+                by_part[_BUCKET].append((place, shift_s + sent_s, done_s - sent_s))
             labels.append(f"rank {rank}")
     heights = {_QUEUED: 0.03, _BUCKET: 0.09}
-    traces = [drawing.bars(part, each, height=heights.get(part, 0.42)) for part, each in found.items() if each]
+    traces = [drawing.bars(part, spans, height=heights.get(part, 0.42)) for part, spans in by_part.items() if spans]
     y_axis = {"tickvals": [*range(len(labels))], "ticktext": labels, "range": [len(labels) - 0.4, -0.6]}
     note = "Thin lines below a bar are buckets of gradients, from ready over sent to reduced."
-    lasted_s = {part: sum(seconds for _, _, seconds in each) for part, each in found.items() if part in PARTS.values()}
+    lasted_s = {part: sum(bar[2] for bar in spans) for part, spans in by_part.items() if part in PARTS.values()}
     if core_s := lasted_s[PARTS["core_wait"]]:
         share = core_s / sum(lasted_s.values())
         note += f" Waiting for a core ({share:.0%} of the time) is the end of each phase: only its sum is known."

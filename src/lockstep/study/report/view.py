@@ -71,8 +71,8 @@ class View:
             return []
         # The other times of a run that mostly waits for cores do not show what could be gained.
         rules = [_cores] if self.is_starved else _RULES
-        found = [advice for rule in rules for advice in rule(self) if advice.gain >= WORTH]
-        return sorted(found, key=lambda advice: (not advice.keeps_run, -advice.gain))
+        changes = [advice for rule in rules for advice in rule(self) if advice.gain >= WORTH]
+        return sorted(changes, key=lambda advice: (not advice.keeps_run, -advice.gain))
 
     def part(self, *names: str) -> float:
         """Return the seconds of parts of a step on the critical path; see `StepTimes.part`."""
@@ -80,8 +80,8 @@ class View:
 
     def number(self, name: str) -> int | None:
         """Return a whole number of the session or its settings, such as the global batch size; None if unknown."""
-        found = self.run.config.get(name)
-        return found if type(found) is int else None
+        value = self.run.config.get(name)
+        return value if type(value) is int else None
 
     def gain(self, saved_s: float) -> float:
         """Return the ratio of the throughput if a step were so much shorter to the present one."""
@@ -158,9 +158,9 @@ def _crowded(cores: Cores) -> tuple[str, str]:
     num, threads = cores.num_ranks, cores.threads
     if num * threads <= cores.total:
         return f"loaders and other threads of the ranks use the {cores.total:g} cores, too", ""
-    ways = [f"fewer ranks (--devices {fitting})"] if 0 < (fitting := int(cores.total // threads)) < num else []
-    ways += [f"fewer threads (--threads {max(1, int(cores.total // num))})"] if threads != 1 else []
-    return f"the ranks have more threads than the {cores.total:g} cores", ", or ".join(ways)
+    changes = [f"fewer ranks (--devices {fitting})"] if 0 < (fitting := int(cores.total // threads)) < num else []
+    changes += [f"fewer threads (--threads {max(1, int(cores.total // num))})"] if threads != 1 else []
+    return f"the ranks have more threads than the {cores.total:g} cores", ", or ".join(changes)
 
 
 def _cores(view: View) -> Iterator[Advice]:
@@ -212,8 +212,8 @@ def _too_small(view: View) -> Iterator[Advice]:
     why = "Exchanging gradients costs more than it saves" if is_large else "The model is too small for several devices"
     cause = f"{why}: computing is {view.share('forward', 'backward')} of the step on {view.num_ranks} devices"
     # With several threads, those of small operations wait for each other.
-    alone, bound = ("--devices 1 --threads 1", "at least") if view.device == "cpu" else ("--devices 1", "about")
-    yield Advice(cause, f"one device ({alone})", view.part("total") / alone_s, bound=bound)
+    flags, bound = ("--devices 1 --threads 1", "at least") if view.device == "cpu" else ("--devices 1", "about")
+    yield Advice(cause, f"one device ({flags})", view.part("total") / alone_s, bound=bound)
 
 
 def _optimizer(view: View) -> Iterator[Advice]:
@@ -229,7 +229,7 @@ def _optimizer(view: View) -> Iterator[Advice]:
 def _larger_batch(view: View) -> Iterator[Advice]:
     # The time that does not depend on the number of samples is then spent less often.
     rarer, batch = 1 - 1 / _TIMES, view.number("global_batch_size")
-    if view.num_ranks > 1 and all(alone.gain < WORTH for alone in _too_small(view)):
+    if view.num_ranks > 1 and all(advice.gain < WORTH for advice in _too_small(view)):
         # Accumulation needs no more memory. The update is less frequent, too.
         if view.gain(rarer * view.part("wire")) < WORTH:
             return
@@ -248,10 +248,10 @@ def _larger_batch(view: View) -> Iterator[Advice]:
 
 
 def _pauses(view: View) -> Iterator[Advice]:
-    for event, flag in (("evaluation", "--eval-every"), ("checkpoint", "--checkpoint-every")):
-        paused_s = sum(each.seconds or 0.0 for each in view.run.events if each.event == event)
+    for kind, flag in (("evaluation", "--eval-every"), ("checkpoint", "--checkpoint-every")):
+        paused_s = sum(event.seconds or 0.0 for event in view.run.events if event.event == kind)
         share = paused_s / (view.figures.total_s or math.inf)
-        cause = f"Training pauses for {event}s during {share:.0%} of the run"
+        cause = f"Training pauses for {kind}s during {share:.0%} of the run"
         yield Advice(cause, f"half as many of them ({flag} STEPS)", 1 / (1 - min(share, 0.99) / 2))
 
 
@@ -276,11 +276,11 @@ def _exchange(view: View) -> Iterator[Advice]:
         if network is not None and network.link is not None:
             sent = f"{format_megabytes(network.sent_bytes)} from each of {network.num_machines} machines"
             where = f"{cause} ({sent} at {network.link.bytes_per_s / 1e6:.3g} MB/s)"
-            ways = (Method("ddp"), method)
-            now, then = (predict_step(network.profile, way, network.link, network.num_machines) for way in ways)
+            present = predict_step(network.profile, Method("ddp"), network.link, network.num_machines)
+            changed = predict_step(network.profile, method, network.link, network.num_machines)
             # At most, as the record does not contain the time of encoding, which `lockstep predict` measures.
             bound = "at most" if view.device == "cpu" else "about"
-            yield Advice(where, change, now.seconds / then.seconds, keeps_run, bound)
+            yield Advice(where, change, present.seconds / changed.seconds, keeps_run, bound)
         elif is_rounding and (view.device != "cpu" or num_machines(view.run) > 1):
             # Half the bytes take half the time, unless most of it is latency. In shared memory, rounding takes as long
             # as adding.
@@ -309,7 +309,8 @@ def view_run(folder: Path) -> View:
 # Comparison with another run: are the losses the same, and how much faster is it?
 
 # Settings that change the results of training.
-_ALIKE = ["seed", "global_batch_size", "precision", "clip", "schedule", "warmup", "lr_scaling", "shares", "compression"]
+_RESULT_SETTINGS = ["seed", "global_batch_size", "precision", "clip", "schedule", "warmup", "lr_scaling", "shares"]
+_RESULT_SETTINGS += ["compression"]
 
 # In the first step, only rounding errors can differ; those of bf16 are the largest.
 _ROUNDING = 1e-3
@@ -347,23 +348,22 @@ def compare_with_baseline(view: View, other: View, *, is_only: bool = True) -> B
 
 
 def _compare_losses(view: View, other: View, name: str) -> str:
-    here, there = _losses(view), _losses(other)
+    losses, other_losses = _losses(view), _losses(other)
     # As shares of the first loss: of a later one, which may be next to nothing, any rounding is much.
-    scale = abs(there[min(there)]) or 1.0 if there else 1.0
-    if not (apart := {step: abs(here[step] - there[step]) / scale for step in here if step in there}):
+    scale = abs(other_losses[min(other_losses)]) or 1.0 if other_losses else 1.0
+    if not (gaps := {step: abs(losses[step] - other_losses[step]) / scale for step in losses if step in other_losses}):
         return f"This run and that on {name} have no step in common."
     # The batch size may be that of the task, which is not a setting, but a value of the session.
-    sets = [each.run.config for each in (view, other)]
-    settings = {name: [each.get(name) for each in sets] for name in ("task", *_ALIKE)}
-    differs = [f"{name} {mine} here, {theirs} there" for name, (mine, theirs) in settings.items() if mine != theirs]
+    rows = [(name, view.run.config.get(name), other.run.config.get(name)) for name in ("task", *_RESULT_SETTINGS)]
+    notes = [f"{name} {value} here, {other_value} there" for name, value, other_value in rows if value != other_value]
     # A difference in the first common step is a wrong gradient or another batch; later ones may come from rounding.
-    first, far = min(apart), max(apart, key=lambda step: apart[step])
-    why = " (lockstep verify finds the cause)" if apart[first] > _ROUNDING else ""
-    how = f"differ by {_share(apart[first])} in step {first + 1}{why}," if apart[first] > 0 else ""
-    at_most = f"by at most {_share(apart[far])}, in step {far + 1}"
-    how = f"{how or 'begin with the same value and differ'} {at_most}" if apart[far] > 0 else "are bitwise equal"
-    text = f"Over {len(apart)} steps, the losses of this run and of that on {name} {how}"
-    return f"{text}; the settings differ: {', '.join(differs)}." if differs else f"{text}."
+    first, worst = min(gaps), max(gaps, key=lambda step: gaps[step])
+    hint = " (lockstep verify finds the cause)" if gaps[first] > _ROUNDING else ""
+    claim = f"differ by {_share(gaps[first])} in step {first + 1}{hint}," if gaps[first] > 0 else ""
+    at_most = f"by at most {_share(gaps[worst])}, in step {worst + 1}"
+    claim = f"{claim or 'begin with the same value and differ'} {at_most}" if gaps[worst] > 0 else "are bitwise equal"
+    text = f"Over {len(gaps)} steps, the losses of this run and of that on {name} {claim}"
+    return f"{text}; the settings differ: {', '.join(notes)}." if notes else f"{text}."
 
 
 def _share(difference: float) -> str:
@@ -392,15 +392,15 @@ def sentences(view: View, baselines: Sequence[BaselineComparison] = ()) -> Seque
 
 def _how_fast(view: View, baselines: Sequence[BaselineComparison]) -> str:
     figures, kind = view.figures, kind_of(view.device)
-    one, more = ("CPU process", "CPU processes") if kind == "CPU" else (kind, f"{kind}s")
+    singular, plural = ("CPU process", "CPU processes") if kind == "CPU" else (kind, f"{kind}s")
     # Without a DataLoader, the samples of a script are unknown.
     is_counted = figures.samples_per_s > 0
     rates = f"{rate(figures.samples_per_s)} samples/s" if is_counted else f"{rate(1 / figures.step_s)} steps/s"
     if figures.tokens_per_s is not None:
         rates += f" ({rate(figures.tokens_per_s)} {view.run.last.get('counts') or 'tokens'}/s)"
-    text = f"{view.task} trains {rates} on {view.num_devices} {one if view.num_devices == 1 else more}"
+    text = f"{view.task} trains {rates} on {view.num_devices} {singular if view.num_devices == 1 else plural}"
     text += f", {milliseconds(figures.step_s)} a step"
-    text += "".join(f"; {each.scaling}" for each in baselines if each.scaling)
+    text += "".join(f"; {baseline.scaling}" for baseline in baselines if baseline.scaling)
     if figures.slow_step_s > 1.1 * figures.step_s:
         text += f"; one step in twenty takes more than {milliseconds(figures.slow_step_s)}"
     return f"{text}."
@@ -448,21 +448,21 @@ def to_trace(run: Recorded) -> str:
     """
     zero = min((step.time for record in run.ranks.values() for step in record.steps), default=0.0)
     entries: list[dict[str, Any]] = []
-    bars = {step: bars_of(run, found, zero) for step, found in timelines_by_step(run).items()}
+    bars = {step: bars_of(run, timelines, zero) for step, timelines in timelines_by_step(run).items()}
 
-    def add(kind: str, thread: int, name: str, args: dict[str, Any], at_s: float = 0.0, **more: Any) -> None:
-        entries.append({"ph": kind, "pid": rank, "tid": thread, "name": name, "args": args, "ts": at_s * 1e6, **more})
+    def add(kind: str, thread: int, name: str, args: dict[str, Any], at_s: float = 0.0, **fields: Any) -> None:
+        entries.append({"ph": kind, "pid": rank, "tid": thread, "name": name, "args": args, "ts": at_s * 1e6, **fields})
 
     for rank, record in sorted(run.ranks.items()):
         add("M", 0, "process_name", {"name": f"rank {rank} ({record.device} on {record.host})"})
         for thread, name in enumerate(("step", "buckets", "events")):
             add("M", thread, "thread_name", {"name": name})
         for timeline in record.timelines:
-            of = {"step": timeline.step + 1}
+            step_args = {"step": timeline.step + 1}
             for part, begin_s, end_s in bars[timeline.step][rank]:
-                add("X", 0, PARTS[part].label, of, begin_s, dur=(end_s - begin_s) * 1e6)
+                add("X", 0, PARTS[part].label, step_args, begin_s, dur=(end_s - begin_s) * 1e6)
             for bucket in timeline.buckets:
-                args, sent_s = {**of, "bytes": bucket.size_bytes}, timeline.time - zero + bucket.sent_s
+                args, sent_s = {**step_args, "bytes": bucket.size_bytes}, timeline.time - zero + bucket.sent_s
                 add("X", 1, f"bucket {bucket.number}", args, sent_s, dur=(bucket.done_s - bucket.sent_s) * 1e6)
         for event in record.events:
             add("i", 2, event.event, {"text": event.text, "step": event.step}, event.time - zero, s="p")
