@@ -106,23 +106,20 @@ def plot(heading: str, alt: str, traces: Sequence[Attributes], layout: Attribute
     data = json.dumps({"data": traces, "layout": layout}, separators=(",", ":")).replace("<", "\\u003c")
     note_html = f'<p class="note">{escape(note)}</p>' if note else ""
     drawn = f'<div class="plot" role="img" aria-label="{escape(alt)}" style="height: {layout["height"]}px"></div>'
-    css_class = ' class="wide"' if "barmode" in layout else ""
+    css = ' class="wide"' if "barmode" in layout else ""
     text = f"<figcaption>{escape(heading)}</figcaption>{note_html}{drawn}"
-    return f'<figure{css_class}>{text}<script type="application/json">{data}</script></figure>'
+    return f'<figure{css}>{text}<script type="application/json">{data}</script></figure>'
 
 
 def html_table(table: Table) -> str:
     """Return a table without its title; it scrolls on narrow screens."""
     classes = ["" if column in table.numbers else ' class="text"' for column in table.columns]
     head = "".join(
-        f'<th scope="col"{css_class}>{escape(name)}</th>'
-        for css_class, name in zip(classes, table.columns, strict=True)
+        f'<th scope="col"{css}>{escape(name)}</th>' for css, name in zip(classes, table.columns, strict=True)
     )
     rows = []
     for label, *values in ([str(cell) for cell in row] for row in table.rows):
-        cells = "".join(
-            f"<td{css_class}>{escape(cell)}</td>" for css_class, cell in zip(classes[1:], values, strict=True)
-        )
+        cells = "".join(f"<td{css}>{escape(cell)}</td>" for css, cell in zip(classes[1:], values, strict=True))
         differs = ' class="differs"' if label in table.differs else ""
         rows.append(f'<tr{differs}><th scope="row">{escape(label)}</th>{cells}</tr>')
     body = f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody>"
