@@ -463,7 +463,7 @@ class ShardedDataset(Dataset[Any]):
         if self._ahead.get(lane, range(0)) != ahead:
             self._ahead[lane] = ahead
             # A daemon, because the process may end while it fetches.
-            threading.Thread(target=self._fetch, args=(self._epoch, ahead), daemon=True).start()
+            threading.Thread(target=self._fetch, args=(self._epoch, ahead), daemon=True, name=_AHEAD).start()
         byte = int(place.bounds[place.offset]) if self._format.has_bytes else None
         where = f" at {f'row {place.offset}' if byte is None else f'byte {byte}'}, for sample {index}"
         with _naming(place.path, where, offset=byte, sample=index):
@@ -502,6 +502,9 @@ class ShardedDataset(Dataset[Any]):
                 place = self._place(int(self._order.indices(epoch, np.array([position]))[0]), epoch)
                 self._cache.fetch(place.name, partial(self._format.fetch, place), waits=False)
                 position += place.piece.stop - place.offset
+
+
+_AHEAD = "lockstep-shards"  # the name of the threads
 
 
 @lru_cache(maxsize=1)

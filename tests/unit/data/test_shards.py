@@ -389,9 +389,9 @@ def test_what_follows_is_fetched_ahead(tmp_path, monkeypatch):
 
 
 def _join_threads():
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread():
-            thread.join(20)
+    for thread in threading.enumerate():  # other tests may have left some
+        if thread.name == shards._AHEAD:
+            thread.join(100)
 
 
 def test_the_cache_keeps_what_was_used_last_within_its_size(tmp_path):
