@@ -81,7 +81,7 @@ SHOTS = {
         "evaluate runs/digits examples/digits.py --best --devices 2",
         ("train examples/digits.py --devices 2 --epochs 4 --checkpoint runs/digits --keep-best accuracy:max",),
     ),
-    "compare": Shot("compare examples/digits.py --devices 2"),
+    "compare": Shot("compare examples/gpt.py --devices 2 --steps 6"),
     "tune": Shot("tune examples/digits.py --devices 2 --minutes 1"),
     "predict": Shot("predict examples/gpt.py --machines 4 --link 1Gb"),
     "verify": Shot("verify task.py --devices 2"),
