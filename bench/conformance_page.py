@@ -91,7 +91,7 @@ def summary(row: Row, cell: Mapping[str, Any] | None) -> str:
 
 def short(line: Mapping[str, Any]) -> str:
     """Return what the numbers of ranks have in common, or the worst of them."""
-    texts = [re.sub(r" \(.*?\)", "", finding["text"]) for finding in line["findings"].values()]
+    texts = [re.sub(r" \((?!\d of \d runs).*?\)", "", finding["text"]) for finding in line["findings"].values()]
     common = [re.sub(NUMBER, r"\1#", text) for text in texts]
     worst = max(texts, key=lambda text: [float(found[2]) for found in re.finditer(NUMBER, text)])
     return worst if len(set(common)) == 1 else " / ".join(dict.fromkeys(texts))
