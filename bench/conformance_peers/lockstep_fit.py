@@ -1,5 +1,6 @@
 """`lockstep.fit` of a `Task`, as docs/task.md writes it."""
 
+import itertools
 import sys
 from functools import partial
 from pathlib import Path
@@ -58,17 +59,16 @@ def make_dataset(case: Case) -> Any:
     return torch.utils.data.Subset(data, range(len(data) - shared.BATCH)) if is_short else data
 
 
+_CALLS = itertools.count(1)
+"""Of `loss` in training: one in each step of a rank."""
+
+
 def loss(case: Case, model: nn.Module, batch: Batch) -> Any:
     """Return the mean over samples, or the sum over tokens with their number."""
     if torch.is_grad_enabled() and case.kill_at:
-        rank = dist.get_rank()
-        shared.kill_if_due(case, rank, loss.calls + 1)  # type: ignore[attr-defined]
-        loss.calls += 1  # type: ignore[attr-defined]
+        shared.kill_if_due(case, dist.get_rank(), next(_CALLS))
     value, count = shared.loss_of(model, batch), shared.count_of(batch)
     return lockstep.Loss(value * count, count) if case.model == "tokens" else value
-
-
-loss.calls = 0  # type: ignore[attr-defined]
 
 
 def metrics(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
