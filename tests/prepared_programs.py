@@ -61,7 +61,7 @@ HIDDEN = ("python", "numpy", "own", "own generator")  # samplers whose state no 
 class LoaderPlan:
     """A loader; the values that come first in `LOADER_KINDS` are the simple ones."""
 
-    num_samples: int = 24
+    num_samples: int = 29
     batch_size: int = 5
     drop_last: bool = False
     sampler: str = "order"
@@ -99,7 +99,7 @@ class Program:
 
     seed: int
     first: LoaderPlan = LoaderPlan()
-    second: LoaderPlan = LoaderPlan(num_samples=16, batch_size=6)
+    second: LoaderPlan = LoaderPlan(num_samples=19, batch_size=7)
     held: LoaderPlan = LoaderPlan(num_samples=7, batch_size=3)
     models: str = "one"
     inputs: str = "as they are"
