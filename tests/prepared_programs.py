@@ -558,7 +558,7 @@ class Script:
     def _optimizer(self, models: list[nn.Module]) -> torch.optim.Optimizer:
         parameters = [parameter for model in models for parameter in model.parameters()]
         if self.program.step == "lbfgs":
-            return torch.optim.LBFGS(parameters, lr=0.2, max_iter=3)
+            return torch.optim.LBFGS(parameters, lr=0.05, max_iter=3)
         if self.program.optimizer == "adam":
             return torch.optim.Adam(parameters, lr=0.02, eps=1e-5)
         return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
@@ -874,7 +874,7 @@ def call_on_rank(world: Any, folder: str, tasks: bytes) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """How a program went: "ok", "refused", "REFUSED" though not ambiguous, "OFF", "ERROR", "HANGS" or "invalid"."""
+    """How a program went: "ok", "refused", "REFUSED" though not ambiguous, "OFF", "ERROR", "HANGS", "invalid" or "unstable"."""
 
     program: Program
     num_ranks: int
@@ -884,7 +884,7 @@ class Verdict:
 
     @property
     def is_right(self) -> bool:
-        return self.word in ("ok", "refused")
+        return self.word in ("ok", "refused", "unstable")
 
     def __str__(self) -> str:
         return f"{self.program.seed} on {self.num_ranks}: {self.word} {self.detail}".rstrip()
@@ -932,6 +932,16 @@ def oracle(program: Program) -> Any:
         return outcome_of(program, None, None)
 
 
+def is_unstable(program: Program) -> bool:
+    """Return whether rounding alone changes the result of the plain script: L-BFGS can diverge."""
+    script = Script(program, None)
+    with torch.no_grad():
+        for model in script.bare:
+            for parameter in model.parameters():
+                parameter.mul_(1 + 1e-14)
+    return _difference(script.run()["weights"], oracle(program)["weights"]) > TOLERANCE / 10
+
+
 def judge(program: Program, num_ranks: int, found: list[Any]) -> Verdict:
     """Compare the outcomes of all ranks with that of the plain script."""
     say = functools.partial(Verdict, program, num_ranks)
@@ -955,6 +965,8 @@ def judge(program: Program, num_ranks: int, found: list[Any]) -> Verdict:
         "steps": max(abs(each["steps"] - expected["steps"]) for each in found),
     }
     off = [f"{name} {error:.1e}" for name, error in errors.items() if not error < TOLERANCE]
+    if off and is_unstable(program):
+        return say("unstable", "rounding alone changes the result of the plain script")
     return say("OFF", ", ".join(off)) if off else say("ok")
 
 
@@ -1004,7 +1016,7 @@ def main() -> None:
 
 def summary(verdicts: list[Verdict]) -> str:
     """Return a table by kind; behind the bar stand programs that have no other kind, or only fewer samples."""
-    words = ("ok", "refused", "REFUSED", "OFF", "ERROR", "HANGS", "invalid")
+    words = ("ok", "refused", "REFUSED", "OFF", "ERROR", "HANGS", "invalid", "unstable")
     rows: dict[str, list[Verdict]] = collections.defaultdict(list)
     for verdict in verdicts:
         for kind in ["all", *(verdict.program.kinds() or ["none"])]:
