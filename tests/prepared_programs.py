@@ -249,7 +249,7 @@ def _made_right(program: Program, draw: random.Random) -> Program:
         loop, step = "for" if loop == "cat" else loop, "plain"
     if with_batchnorm:
         change["penalty"] = "none"  # twice differentiable it is not
-    if program.inputs != "as they are" and program.penalty == "leaf":
+    elif program.inputs != "as they are" and program.penalty == "leaf":
         change["penalty"] = "detach"
     if step == "lbfgs":
         change |= {"optimizer": "sgd", "clip": False}
@@ -874,7 +874,11 @@ def call_on_rank(world: Any, folder: str, tasks: bytes) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """How a program went: "ok", "refused", "REFUSED" though not ambiguous, "OFF", "ERROR", "HANGS", "invalid" or "unstable"."""
+    """How a program went, in a word.
+
+    It may be ok, refused, REFUSED though it is not ambiguous, OFF, an ERROR, HANGS; invalid if the plain script fails,
+    and unstable if rounding alone changes it.
+    """
 
     program: Program
     num_ranks: int
