@@ -95,14 +95,17 @@ def find_tensors(value: Any) -> Iterator[Tensor]:
         yield from find_tensors(item)
 
 
-def hook_tensors(value: Any, hook: Callable[[Any, Tensor], Tensor | None]) -> None:
-    """Make autograd call ``hook`` for each tensor in ``value``, in every backward through it.
+def hook_tensors(value: Any, hook: Callable[[Any, Tensor], Tensor | None]) -> int:
+    """Make autograd call ``hook`` for each tensor in ``value``, in every backward through it; return their number.
 
     Its arguments are the ``next_functions`` of the tensor's ``grad_fn``, and the gradient.
     """
+    num_hooked = 0
     for tensor in find_tensors(value):
         if tensor.grad_fn is not None:  # a hook on a leaf would be permanent
             tensor.register_hook(partial(hook, tensor.grad_fn.next_functions))
+            num_hooked += 1
+    return num_hooked
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor], other: Callable[[Any], Any] | None = None) -> Any:

@@ -364,6 +364,19 @@ BaseDataLoaderIter, *LoaderIters = (
 INDEX_SAMPLER = "_index_sampler"
 
 
+def unread_iterator(iterator: Any, divide: Callable[[Iterator[Any]], Iterator[Any]]) -> Any:
+    """Return a copy of a loader's iterator whose index lists are those that ``divide`` makes of its own.
+
+    Returns None if it has begun to read, as loader processes do at once, or without the attributes.
+    """
+    attributes = vars(iterator)
+    if type(iterator) is not LoaderIters[0] or attributes.get("_num_yielded") != 0 or "_sampler_iter" not in attributes:
+        return None
+    copied = object.__new__(type(iterator))
+    vars(copied).update(attributes, _sampler_iter=divide(attributes["_sampler_iter"]))
+    return copied
+
+
 def describe_node(node: Any) -> str:
     """Return the operation of a node of the autograd graph, with the number and the reduction that it has saved."""
     name, other = node.name().removesuffix("Backward0"), getattr(node, "_saved_other", None)

@@ -12,6 +12,7 @@ LAYERS = [
     {"comm"},
     {"telemetry"},
     {"parallel", "data", "launcher"},
+    {"loop"},
     {"prepared"},
     {"train"},
     {"study", "adoption", "observe"},

@@ -135,6 +135,9 @@ class StatisticsExchange:
     Args:
         layer: The layer.
         group: The ranks that take part.
+
+    Attributes:
+        counts: Whether the samples of this rank count.
     """
 
     def __init__(self, layer: SyncBatchNorm, group: Group) -> None:
@@ -144,6 +147,7 @@ class StatisticsExchange:
         # Read now: at its backward, the engine may be in another step.
         self._announces = self._engine is not None and self._engine.is_open
         self._step = 0 if self._engine is None else self._engine.step
+        self.counts = self._engine is None or self._engine.counts
 
     def announce(self, event: Event) -> None:
         """Announce ``event`` to ranks without a batch, if there may be any. Collective then: every rank. Blocks."""
@@ -382,8 +386,10 @@ class SyncBatchNorm(TorchSyncBatchNorm):
         exchange = StatisticsExchange(self, group)
         tracked = self.track_running_stats and self.running_mean is not None
         exchange.announce(Event.TRACKED_FORWARD if tracked else Event.FORWARD)
+        num_here = input.numel() // input.size(1) if exchange.counts else 0
         with torch.no_grad():
-            batch = self._take_part(exchange, measure(input), input.numel() // input.size(1), tracked=tracked)
+            own = measure(input) if exchange.counts else empty_statistics(input.size(1), input.device)
+            batch = self._take_part(exchange, own, num_here, tracked=tracked)
         output: Tensor = NormaliseFunction.apply(input, self.weight, self.bias, batch, self.eps, exchange)  # type: ignore[no-untyped-call]
         return output
 

@@ -27,8 +27,9 @@ from lockstep.parallel.compile import keep_out_of_graphs
 from lockstep.parallel.ddp.bucket_events import Event, Observer
 from lockstep.parallel.ddp.buckets import Bucket, BucketSet
 from lockstep.parallel.ddp.comm_hooks import AllReduceMean, BucketReduction
+from lockstep.parallel.ddp.shares import Scaling
 from lockstep.parallel.ddp.updates import Updates, call_before_updates
-from lockstep.parallel.ddp.weighting import AccumulationWindow, Weights, check_weight
+from lockstep.parallel.ddp.weighting import Weights, check_weight
 from lockstep.telemetry import ranges
 from lockstep.torch_internals import current_graph_task_id, in_backward_optimizers, queue_callback
 
@@ -158,7 +159,9 @@ class Reducer:
         finishes_early: Whether reduced buckets are finished during backward, if possible.
         is_alone: Whether the group has one rank only.
         has_run: Whether there was a forward.
+        scaling: Of the gradients of the newest forward, if it is known which batch it was given.
         num_forwards: Number of forwards with a synchronised backward.
+        num_backwards: Grows with each backward that an output of the wrapper has seen.
         num_steps: Number of synchronised backwards that have begun.
         only_step: The number of the one that ranks without data take part in now; None: they all have data.
         num_buckets_reduced: In the last step.
@@ -173,7 +176,7 @@ class Reducer:
         self.before_launch: Callable[[], None] | None = None
         self.finishes_early = False
         self.has_run = False
-        self.num_forwards = self.num_steps = self.num_buckets_reduced = 0
+        self.num_forwards = self.num_backwards = self.num_steps = self.num_buckets_reduced = 0
         self.only_step: int | None = None
         self.is_alone = group.size() == 1
         self._group = group
@@ -187,6 +190,8 @@ class Reducer:
         self._updates = Updates(bucket_set, self.weights, group)
         self._finishing_stream: torch.Stream | None = None
         self._cpu_group: Group | None = None  # see [Note: parameters without a gradient]
+        self.scaling: Scaling | None = None
+        self._unscaled: Scaling | None = None  # `scaling`, if the outputs of the forward could not be found
         self._optimizers_in_backward: list[nn.Parameter] | None = None  # None: before the first forward
         self._hooks: list[Any] = []
         self._hook_dicts: list[dict[int, Any]] = []  # by parameter, these and those of others, as torch keeps them
@@ -211,25 +216,22 @@ class Reducer:
         self.reduction = reduction
         self._hook_parameters()
 
+    def begin_strict(self, observer: Observer) -> None:
+        """Refuse each update with gradients that are not averaged, and notify ``observer``: the model is prepared."""
+        self._updates.is_strict = True
+        if observer not in self.observers and not self.is_alone:
+            self.observers.append(observer)
+
     def set_weight(self, weight: float) -> None:
         """Set the weight of the next backward; all gradients of this step are then weighted; see weighting.py."""
-        self._open_window().set_weight(weight)
-
-    def set_share(self, share: float) -> None:
-        """Set the factor of this rank's gradients for each backward without a weight; see [Note: shares]."""
-        if self.weights.window is not None or share != 1:
-            self._open_window().share = share
-
-    def _open_window(self) -> AccumulationWindow:
         was_hooked = bool(self._hooks)
         self._hook_parameters()
         if self.weights.window is None:
             self._used.update(self._drain())
             self._watch(range(len(self._hooks)))
-        window = self.weights.open_window(self.bucket_set.parameters, self._used)
+        self.weights.open_window(self.bucket_set.parameters, self._used).set_weight(weight)
         if not was_hooked:  # a single rank
             self.begin_forward(will_sync=False)
-        return window
 
     def discard_weight(self) -> bool:
         """Forget a weight that no backward has used; return whether there was one."""
@@ -344,12 +346,14 @@ class Reducer:
             self._is_armed = True
             self._used.update(self._drain())
         if self._hooks:
-            hook_tensors(outputs, self._on_output)
+            num_hooked = hook_tensors(outputs, partial(self._on_output, scaling=self.scaling))
+            self._unscaled = None if num_hooked else self.scaling
 
     def expect_accumulation(self, output: Any) -> None:
         """Record a forward without a synchronised backward, and its output."""
-        if self.weights.window is not None or self.weights.shares_batch:  # else there is nothing to do before gradients
-            hook_tensors(output, partial(self._on_output, is_local=True))
+        # Else there is nothing to do before gradients arrive.
+        if self.scaling is not None or self.weights.window is not None or self.weights.shares_batch:
+            hook_tensors(output, partial(self._on_output, scaling=self.scaling, is_local=True))
 
     def before_update(self, optimizer: Optimizer) -> None:
         """Record that ``optimizer`` is about to step; refuse it if gradients of ours are not averaged yet."""
@@ -378,9 +382,17 @@ class Reducer:
         return self._step is not None and self._step.callback() is not None
 
     @keep_out_of_graphs
-    def _on_output(self, functions: Any, gradient: Tensor, *, is_local: bool = False) -> Tensor | None:
+    def _on_output(
+        self, functions: Any, gradient: Tensor, *, scaling: Scaling | None = None, is_local: bool = False
+    ) -> Tensor | None:
         window = self.weights.window
         with self._lock:
+            self.num_backwards += 1
+            if scaling is not None:
+                self.weights.parts.add(scaling.part)
+                scaling.part.source.has_trained = True
+                if window is not None and scaling.part.share == 0:
+                    window.ignore_weight()
             if self.is_collecting or not self.bucket_set.accumulates(functions):
                 pass
             elif not is_local:
@@ -389,7 +401,11 @@ class Reducer:
                 window.begin_backward(self._used, accumulates=True)
         if torch.is_grad_enabled():  # a backward through its graph may reach no output, and any of the parameters
             self._watch(range(len(self._hooks)))
-        return None if window is None else window.masked(gradient)
+        replacement = None if window is None else window.masked(gradient)
+        if scaling is None:
+            return replacement
+        has_weight = window is not None and window.has_weight
+        return scaling.entering(gradient if replacement is None else replacement, has_weight=has_weight)
 
     def _open_step(self, arrived: int | None = None) -> None:
         """Begin a synchronised step, in autograd's thread.
@@ -406,6 +422,12 @@ class Reducer:
             )
         if self._step is not None:
             self._abandon_step()
+        if arrived is not None and self._unscaled is not None and self._unscaled.part.share != 1:
+            raise ConfigurationError(
+                "The backward reached no output of the model that can be found, so the gradients of a part with more or "
+                "fewer samples than those of other ranks cannot be scaled.\n"
+                "Return all outputs as tensors, or in lists, dicts or dataclasses."
+            )
         if self.only_step not in (None, self.num_steps):
             raise ConfigurationError(
                 f"Rank {self._group.rank()}: a second synchronised backward after one forward in join(), while other "
@@ -753,7 +775,7 @@ class Reducer:
                     wait_for_call(bucket.future)
 
     def _drop_step(self) -> None:
-        self._step = None
+        self._step, self.weights.parts = None, set()
         if self.weights.window is not None:
             self.weights.window.close()
 

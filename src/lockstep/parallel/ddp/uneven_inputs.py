@@ -45,6 +45,7 @@ class SyncLayerShadow:
     Attributes:
         is_needed: Whether there are such layers, and other ranks.
         step: The number of the open step; layers keep it from forward to backward.
+        counts: Whether the samples of this rank's forward count; else they are those of another rank.
     """
 
     def __init__(self, module: nn.Module, *, group: Group, device: torch.device, weights: Weights) -> None:
@@ -54,6 +55,7 @@ class SyncLayerShadow:
         self._layers: list[nn.Module] = [layer for _, layer in layers]
         self.is_needed = bool(layers) and group.size() > 1
         self.step = 0
+        self.counts = True
         self._phase = _Phase.CLOSED
         self._has_batch = True
         for number, (name, layer) in enumerate(layers):

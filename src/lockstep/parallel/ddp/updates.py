@@ -72,13 +72,16 @@ class Updates:
         bucket_set: The parameters.
         weights: They send the number of steps.
         group: The ranks.
+
+    Attributes:
+        is_strict: Whether such gradients are an error in any case: a prepared script averages none itself.
     """
 
     def __init__(self, bucket_set: BucketSet, weights: Weights, group: Group) -> None:
         self._bucket_set, self._weights, self._group = bucket_set, weights, group
         self._num_forwards = self._num_forwards_updated = 0  # with a synchronised backward; before the last step
         self._num_calls = 0  # of collectives, before the last forward without a synchronised backward
-        self._accumulates = self._has_warned = self._has_counted = False
+        self._accumulates = self._has_warned = self._has_counted = self.is_strict = False
 
     def begin_forward(self, *, will_sync: bool, has_gradients: bool) -> None:
         """Record a forward, and whether there are gradients of this rank alone."""
@@ -129,7 +132,7 @@ class Updates:
             "no_sync(), and not through .module."
         )
         may_be_averaged = num_calls() != self._num_calls  # by the script
-        if self._accumulates and not may_be_averaged:
+        if self.is_strict or (self._accumulates and not may_be_averaged):
             raise ConfigurationError(message)
         if not self._has_warned and (self._accumulates or not may_be_averaged):
             self._has_warned = True

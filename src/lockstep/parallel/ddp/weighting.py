@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence, Set
 from enum import Enum
 from functools import lru_cache, partial
+from itertools import accumulate
 from numbers import Real
 from typing import Any
 
@@ -16,6 +17,7 @@ from lockstep.comm.collectives import Group, all_reduce
 from lockstep.containers import grouped
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.ddp.buckets import Bucket, GradientScale
+from lockstep.parallel.ddp.shares import BatchPart
 from lockstep.torch_internals import version_of
 
 USUAL_UPDATES = 1  # the optimizer steps between two reductions
@@ -52,6 +54,7 @@ def encode_message(
     is_missing: bool = False,
     lacks_gradients: bool = False,
     num_updates: int | None = None,
+    digest: int = 0,
 ) -> tuple[float, ...]:
     """Return the message that a rank sends at the end of a step; see [Note: weight messages].
 
@@ -63,16 +66,52 @@ def encode_message(
         is_missing: Whether it gave none for some of them.
         lacks_gradients: Whether parameters had no gradient.
         num_updates: How many times its optimizer has stepped since the last reduction; None: not known.
+        digest: 16 bits of what it has trained on.
     """
     updates = 0 if num_updates is None else 1 + min(num_updates, 2)
     ranks = [0.0] * -(-world_size // 2)
     ranks[rank // 2] = float((is_missing + 2 * updates) * 16 ** (rank % 2))
-    return weight, float(is_weighed), float(lacks_gradients), *ranks
+    differences = [0.0] * 2 * world_size
+    for start, bits in ((0, digest & 255), (world_size, digest >> 8 & 255)):
+        differences[start + rank] += bits
+        differences[start + (rank + 1) % world_size] -= bits
+    return weight, float(is_weighed), float(lacks_gradients), *ranks, *differences
+
+
+def _num_ranks(sums: Sequence[float]) -> int:
+    return (len(sums) - 3) * 2 // 5
 
 
 def _decode_ranks(sums: Sequence[float]) -> list[int]:
     """Return the state of each rank, from the sums of all messages; see [Note: weight messages]."""
-    return [int(number) >> bits & 15 for number in sums[3:] for bits in (0, 4)]
+    ranks = sums[3 : -2 * _num_ranks(sums)]
+    return [int(number) >> bits & 15 for number in ranks for bits in (0, 4)]
+
+
+def refuse_other_data(sums: Sequence[float], name: str) -> None:
+    """Refuse a reduction of gradients of other global batches.
+
+    Args:
+        sums: Of all ranks' messages.
+        name: Of the batches that this rank has used.
+
+    Raises:
+        ConfigurationError: The digests of the ranks differ; names the ranks that differ from the first.
+    """
+    world_size = _num_ranks(sums)
+    if not any(sums[-2 * world_size :]):
+        return
+    # From rank 1 on, the sum of the differences between neighbours is the difference from rank 0.
+    starts = len(sums) - 2 * world_size, len(sums) - world_size
+    lower, upper = (accumulate(sums[start + 1 : start + world_size]) for start in starts)
+    ranks = [str(rank) for rank, distance in enumerate(zip(lower, upper, strict=True), 1) if any(distance)]
+    raise ConfigurationError(
+        f"The ranks have read different data: in this step, rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} trained on "
+        f"another global batch than rank 0{name and f'; here it was {name}'}.\nEvery rank must read the same samples in "
+        "the same order, and gets its part of them from prepare(). So a data set or sampler must not take a part by "
+        "rank, and must not shuffle with a generator that the ranks seed differently, or weight samples by the losses of "
+        "one rank: use torch's generator, random or numpy.random, or a seed that is equal on all ranks."
+    )
 
 
 def refuse_apart(sums: Sequence[float]) -> None:
@@ -138,12 +177,6 @@ class AccumulationWindow:
     ``zero_grad()`` may come before or after ``weight()`` and ``forward``. Several backwards of one micro-batch count
     once, unless the step was closed in between. A forward invalidates a weight that was used.
 
-    [Note: shares]
-    A loader that divides global batches knows how the parts of all ranks are weighted: the share of a rank is its
-    number of samples, divided by the mean number of all ranks. The gradient of a step is then the mean over the ranks
-    of share * g, summed over the micro-batches as without weights. The shares of a batch have the mean 1, so the ranks
-    exchange nothing, and equal parts need no window. A backward without a weight has the share of the batch.
-
     Args:
         parameters: All parameters of the model.
         has_unweighed: Whether gradients of micro-batches without a weight have been accumulated.
@@ -151,9 +184,8 @@ class AccumulationWindow:
 
     Attributes:
         is_weighed, has_unweighed: Whether the window holds micro-batches with and without a weight.
-        total: The sum of the weights; 1 with shares.
+        total: The sum of the weights.
         unit: The weight that ``param.grad`` is divided by; 0 if there are no gradients.
-        share: Of this rank in the current batch; 0: its samples are those of another rank.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], *, has_unweighed: bool, shares_batch: bool) -> None:
@@ -161,10 +193,8 @@ class AccumulationWindow:
         self._shares_batch = shares_batch
         self._given = _Given.NOTHING
         self._weight = 0.0
-        self.share = 1.0
         self.close()
         self.has_unweighed = has_unweighed
-        self.unit = self.total = float(has_unweighed)
 
     def close(self) -> None:
         """Begin a new window: the gradients have been reduced, or are invalid."""
@@ -183,7 +213,12 @@ class AccumulationWindow:
 
     def set_weight(self, weight: float) -> None:
         """Store the weight of the micro-batch of the next backward."""
-        self._weight, self._given = weight if self.share else 0.0, _Given.FRESH
+        self._weight, self._given = weight, _Given.FRESH
+
+    def ignore_weight(self) -> None:
+        """Use 0 in place of a weight that was not used yet: the sample of the micro-batch is that of another rank."""
+        if self._given is _Given.FRESH:
+            self._weight = 0.0
 
     def discard_weight(self) -> bool:
         """Forget a weight that was not used; return whether there was one."""
@@ -198,9 +233,14 @@ class AccumulationWindow:
             self._given = _Given.NOTHING
 
     @property
+    def has_weight(self) -> bool:
+        """Whether the current or the next backward has a weight."""
+        return self._given is not _Given.NOTHING
+
+    @property
     def unit_of_backward(self) -> float:
         """The factor of the current backward's gradients; 1 if it has no weight."""
-        return (self.share or self.unit or 1.0) if self._given is _Given.NOTHING else self._weight or self.unit
+        return 1.0 if self._given is _Given.NOTHING else self._weight or self.unit
 
     def masked(self, gradient: Tensor) -> Tensor | None:
         """Return the replacement for the gradient of an output; None: keep the gradient.
@@ -209,8 +249,7 @@ class AccumulationWindow:
         contribute to the other ranks' losses. So its gradients are not dropped. Only the gradient of its own loss is
         replaced by zeros, where it enters the model.
         """
-        weight = {_Given.NOTHING: self.share, _Given.COUNTED: self._weight}.get(self._given, 1.0)
-        is_masked = self._shares_batch and weight == 0
+        is_masked = self._shares_batch and self._given is _Given.COUNTED and self._weight == 0
         return torch.zeros_like(gradient) if is_masked else None
 
     def holds_gradients(self, used: Set[int]) -> bool:
@@ -233,29 +272,23 @@ class AccumulationWindow:
             self._zero_stashed(arrived)
             self.close()
             used.intersection_update((arrived,))
-        has_share, is_first = self._given is _Given.NOTHING, not self.is_weighed and not self.has_unweighed
-        weight = self.share if has_share else self._weight
-        if has_share:
-            self.has_unweighed, self.total = True, 1.0
-            if weight == (self.unit or 1.0) and not self._stashed:  # nothing to convert
-                self.unit = weight
-                return
-        elif self._given is _Given.COUNTED and self.is_weighed:
+        if self._given is _Given.NOTHING:
+            self.has_unweighed = True
+        if self._given is _Given.NOTHING or (self._given is _Given.COUNTED and self.is_weighed):
             return
+        weight = self._weight
         # Masked gradients are zeros, so they may be added to the old ones. Others of weight zero may be NaN.
         is_masked = weight == 0 and self._shares_batch
-        counts_before = self.is_weighed or self.unit > 0
-        if arrived is not None and (is_masked or (counts_before and (self._stashed or weight != self.unit))):
+        if arrived is not None and (is_masked or (self.is_weighed and (self._stashed or weight != self.unit))):
             raise ConfigurationError(
                 "A gradient arrived before any output of the model was reached, too late for its weight to count.\n"
                 "Return all outputs as tensors, or in lists, dicts or dataclasses, and give weight() before backward."
             )
         self._unstash(range(len(self._parameters)))
-        if (accumulates or has_share) and is_first:  # a rank with the share 0 has its part of the old gradients
+        if accumulates and not self.is_weighed and not self.has_unweighed:
             self._save_previous(arrived)
         if weight == 0 and not is_masked:
             self._stash(arrived)
-            self.unit = self.unit or float(has_share)
         else:
             # Old gradients are converted to the new unit, so that autograd can add to them.
             unit = weight or self.unit or 1.0
@@ -263,9 +296,8 @@ class AccumulationWindow:
                 for gradient in self._accumulated(used):
                     gradient.mul_(self.unit / unit)
             self.unit = unit
-        if not has_share:
-            self.total += weight
-            self.is_weighed, self._given = True, _Given.COUNTED
+        self.total += weight
+        self.is_weighed, self._given = True, _Given.COUNTED
 
     def on_local_gradient(self, index: int, used: set[int]) -> None:
         """Record a gradient that stays on this rank for now."""
@@ -355,13 +387,18 @@ class Weights:
     [Note: weight messages]
     A weight message is a few numbers that are summed together with the gradients, at the end of each bucket's tail:
 
-        [weight, 1 if this rank gave one, 1 if it lacks gradients, a number for ranks 0 and 1, one for 2 and 3, ...]
+        [weight, 1 if this rank gave one, 1 if it lacks gradients, a number for ranks 0 and 1, one for 2 and 3, ...,
+         a difference of digests between ranks 0 and 1, 1 and 2, ..., and the same for the upper bits]
 
     In the number of two ranks, rank r adds its state times 16**(r mod 2): 1 if it gave no weight for some of its
     micro-batches, plus 6, 4 or 2 if its optimizer stepped more than once, once, or not at all since the last reduction,
     see [Note: updates] in updates.py. Sums below 2**8 are exact in every dtype, including bfloat16,
     so they identify the ranks. A rank without data (in ``join()``) sends zeros: it neither gave a weight nor omitted
     one, and its step is not known. For the third number see [Note: parameters without a gradient] in reducer.py.
+
+    The digest says which global batches a rank has trained on, see shares.py; 0 if it is not known. Rank r adds 8 bits
+    of it to the number r, and subtracts them from the number r + 1. So each sum is the difference of two neighbours,
+    which is exact in every dtype and for any number of ranks, and all are 0 if the ranks have read the same data.
 
     Only one tail is read, that of a bucket in the widest dtype, which is the same bucket on all ranks. float16 and
     bfloat16 show whether there are weights, and which ranks lack one, but cannot hold a weight. So if all buckets are
@@ -389,6 +426,7 @@ class Weights:
         lacks_gradients: Whether parameters had no gradient in the last step of this rank, if it uses a device.
         some_lack: Whether this held on some rank, by the last sums that were read; equal on all ranks.
         num_updates: How many times the optimizer has stepped since the last reduction; None: not known.
+        parts: Of the batches that this rank has used since the last reduction.
         encode: Returns a message of this rank; without arguments that of a rank without data.
     """
 
@@ -403,7 +441,9 @@ class Weights:
         self.lacks_gradients = self.some_lack = False
         self._had_weights = False  # whether some rank gave a weight, by the last sums that were read
         self._typical = 1.0
-        self._unread: deque[HostCopy] = deque()  # on a device: the sums of messages, being copied to the host
+        self.parts: set[BatchPart] = set()
+        # On a device: the sums of messages, being copied to the host, and the batches of their steps.
+        self._unread: deque[tuple[HostCopy, str]] = deque()
         self._num_plain = 0  # the sums that were read since the last with weights or missing gradients; equal on all
 
     def open_window(self, parameters: Sequence[torch.nn.Parameter], used: Set[int]) -> AccumulationWindow:
@@ -423,14 +463,15 @@ class Weights:
     def message(self) -> tuple[float, ...]:
         """Return the message that this rank sends at the end of a step."""
         window, is_captured = self.window, is_capturing(self.device)
+        digest = sum(part.digest for part in self.parts) & 0xFFFF
         state: dict[str, Any] = {"lacks_gradients": self.lacks_gradients, "num_updates": self.num_updates}
+        state["digest"] = digest
         if is_captured:
             state = {"num_updates": USUAL_UPDATES}
         if window is None:
             return self.encode(is_missing=True, **state)
         is_missing = window.has_unweighed or not window.is_weighed
-        weight = window.total / self._typical if window.is_weighed else 0.0
-        return self.encode(weight, is_weighed=window.is_weighed, is_missing=is_missing, **state)
+        return self.encode(window.total / self._typical, is_weighed=window.is_weighed, is_missing=is_missing, **state)
 
     def scale(
         self, indices: Sequence[int], used: Set[int], divisor: float | None, *, carries: bool = True
@@ -444,12 +485,11 @@ class Weights:
             carries: Whether this bucket's tail may be read.
         """
         window = self.window
-        if window is None or not (window.is_weighed or window.unit):
+        if window is None or not window.is_weighed:
             factor = 1.0 if divisor is None else 1.0 / divisor
             return GradientScale(factor, factor, self.message() if carries else None)
         window.end(indices, used)
         scale = self._typical * (1 if divisor is None else self._world_size)
-        scale = scale if window.is_weighed else divisor or 1.0
         return GradientScale(window.unit / scale, window.total / scale, self.message() if carries else None)
 
     # --- the sum over the ranks -------------------------------------------------------------------------------------
@@ -495,7 +535,7 @@ class Weights:
         # Narrow tails only show whether there are weights. All ranks expect them if the last step had some.
         if messages is not None and is_narrow and (messages.is_cpu or not self._had_weights):
             if not messages.is_cpu and not message[1] and any(message):  # if other ranks have weights, they refuse them
-                self._unread.append(HostCopy(messages))
+                self._unread.append((HostCopy(messages), self._data_name))
                 return 1.0
             sums = messages.tolist()
             if not sums[1]:
@@ -505,7 +545,7 @@ class Weights:
             messages = self._exchange(message)
         if messages.is_cpu:
             return self._conclude(messages)
-        self._unread.append(HostCopy(messages))
+        self._unread.append((HostCopy(messages), self._data_name))
         if not message[1]:  # without weights, or without gradients
             return 1.0
         # Not zero-dimensional: then a narrow bucket would be multiplied by a factor that is rounded to its dtype.
@@ -524,8 +564,8 @@ class Weights:
             return
         # Which layers are never used shows in the first two steps.
         while len(self._unread) > (NUM_UNREAD if self._num_plain > 2 else 0):
-            sums = self._unread.popleft()
-            self._conclude(sums.value if sums.has_arrived() else sums.read())
+            sums, name = self._unread.popleft()
+            self._conclude(sums.value if sums.has_arrived() else sums.read(), name)
 
     def _exchange(self, message: Sequence[float]) -> Tensor:
         """Return the sum of all messages. Collective: every rank. Blocks until complete; on a device its stream."""
@@ -533,13 +573,18 @@ class Weights:
         all_reduce(sums, group=self._group)
         return sums
 
-    def _conclude(self, messages: Tensor) -> float:
+    @property
+    def _data_name(self) -> str:
+        return " and ".join(sorted(part.name for part in self.parts))
+
+    def _conclude(self, messages: Tensor, data_name: str | None = None) -> float:
         """Return the factor that gives the weighted mean, from the sums of all messages. Blocks on a device."""
         sums: list[float] = messages.tolist()
         weight, num_weighed, num_lacking = sums[:3]
         if num_weighed:
             refuse_missing(sums)
         refuse_apart(sums)
+        refuse_other_data(sums, self._data_name if data_name is None else data_name)
         self._had_weights, self.some_lack = bool(num_weighed), bool(num_lacking)
         self._num_plain = 0 if num_weighed or num_lacking else self._num_plain + 1
         if not num_weighed or not weight:  # no weights; or all are zero, and so are all gradients

@@ -27,6 +27,7 @@ from lockstep.parallel.consistency import Buffers, refuse_difference, replica_of
 from lockstep.parallel.ddp import bucket_events, bucket_gradients, comm_hooks, setup
 from lockstep.parallel.ddp.buckets import FIRST_CAP_BYTES, MIB, BucketSet, WrappedParameters
 from lockstep.parallel.ddp.reducer import Reducer
+from lockstep.parallel.ddp.shares import BatchesInUse, Scaling
 from lockstep.parallel.ddp.uneven_inputs import StepJoinHook, SyncLayerShadow
 from lockstep.parallel.ddp.weighting import USUAL_UPDATES, check_weight, encode_message
 from lockstep.parallel.flat import are_finite, combine_norms, list_norms
@@ -86,6 +87,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
     """
 
     module: nn.Module
+    _batches: BatchesInUse | None = None  # set by `use_batches`
     _joined_step = -1  # the last one that ranks without data, in `join`, were told of
     broadcast_bucket_size = 250 * MIB  # read by scripts that synchronise a model with torch's functions
     _active_ddp_module: ClassVar[nn.Module | None] = None  # set by torch's ``replicate`` while it runs on this class
@@ -183,6 +185,8 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         self._sync_layers = SyncLayerShadow(self.module, group=group, device=self.device, weights=self.reducer.weights)
         # Also used by `fit`: the gradients, one tensor for each bucket.
         self.flat_gradients = bucket_gradients.FlatGradients(self.reducer, self.module.parameters())
+        if self._batches is not None:
+            self.use_batches(self._batches)
         self._monitor: bucket_gradients.LocalGradientMonitor | None = None
         self._compressed: comm_hooks.BucketReduction | None = None
         self.kept: dict[str, dict[str, Tensor]] | None = None
@@ -264,7 +268,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
     def _portable_state(self) -> dict[str, Any]:
         # Objects that `_connect` creates are not copied or pickled.
         tied = {"process_group", "reducer", "_model_sync", "_wrapped_parameters", "_sync_layers"}
-        tied |= {"flat_gradients", "_monitor", "_compressed", "kept"}
+        tied |= {"flat_gradients", "_monitor", "_compressed", "kept", "_batches"}
         state = {name: value for name, value in self.__dict__.items() if name not in tied}
         return state | {"_comm_hooks": [], "_comm_hook_name": "", "_logged_error": {}}
 
@@ -350,6 +354,11 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
             self._model_sync.sync_buffers(src=self._agree(self.process_group.rank()) if is_joining else 0)
         if is_joining:
             self._agree(int(self.require_backward_grad_sync))
+        if self._batches is not None:
+            part = self._batches.of_forward((inputs, kwargs), trains=is_training and self.training)
+            scaling = None if part is None else Scaling(part)
+            self.reducer.scaling, self._sync_layers.counts = scaling, part is None or part.share > 0
+            inputs, kwargs = (inputs, kwargs) if scaling is None else scaling.of_inputs((inputs, kwargs))
         device = self._input_device
         return (inputs, kwargs) if device is None else module_io.move_to((inputs, kwargs), device)
 
@@ -375,6 +384,8 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
             self._end_forward(output)
         self.reducer.weights.check_last_step()  # now the device has a forward to do while the host waits
         is_training = torch.is_grad_enabled()
+        if self.reducer.scaling is not None and self._batches is not None:
+            self._batches.of_output(output, self.reducer.scaling.part)
         will_sync = is_training and self.require_backward_grad_sync
         if self.require_forward_param_sync != will_sync:  # setting an attribute of a module is slow
             self.require_forward_param_sync = will_sync
@@ -577,7 +588,29 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
 
     def will_sync_module_buffers(self) -> bool:
         """Return whether the next ``forward`` synchronises buffers."""
-        return self.require_forward_param_sync and self.forward_sync_buffers and self._model_sync.find_buffers()
+        syncs_in_forward = self.require_forward_param_sync and self.forward_sync_buffers and self._batches is None
+        return syncs_in_forward and self._model_sync.find_buffers()
+
+    # --- batches of prepared loaders ----------------------------------------------------------------------------------
+
+    def use_batches(self, batches: BatchesInUse) -> None:
+        """Scale the gradients of each forward from now on by the share of its batch; see [Note: shares].
+
+        Buffers are then synchronised after each backward, not before a forward: in an evaluation, a rank without a part
+        of a batch makes no forward.
+        """
+        self._batches = batches
+        self.reducer.begin_strict(self)
+
+    @property
+    def shares_statistics(self) -> bool:
+        """Whether a forward is collective now, since layers exchange the statistics of the batch."""
+        return self.training and self._sync_layers.is_needed
+
+    def on_event(self, kind: bucket_events.Event, bucket: object) -> None:
+        """Handle an event of the reducer of a prepared model. Collective when a step closes: every rank."""
+        if kind is bucket_events.Event.CLOSED and self.forward_sync_buffers and self._model_sync.find_buffers():
+            self._model_sync.sync_buffers(src=0)
 
     def _notify_joined_ranks(self) -> None:
         """Notify ranks without data that another step begins. Collective: every rank of a ``join()``."""

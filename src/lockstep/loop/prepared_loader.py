@@ -1,0 +1,693 @@
+"""`PreparedLoader`: a script's own loader, whose batches are divided among the ranks. Design: docs/design/prepare.md."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from operator import length_hint
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import data
+
+from lockstep.comm.collectives import device_for, gather_states
+from lockstep.comm.world import World
+from lockstep.containers import items_of, map_tensors
+from lockstep.data.comparison import checksum
+from lockstep.data.loader import MicroBatch, Prefetcher, batched_getitem
+from lockstep.data.order import cut, mix, seed_cpu
+from lockstep.errors import ConfigurationError
+from lockstep.loop.batch_parts import Reading, parts
+from lockstep.loop.random_state import draws, generators_of, get_state, kept_states, seeded, set_state
+from lockstep.parallel.ddp.shares import BatchPart, BatchSource
+from lockstep.parallel.ddp.wrapper import DistributedDataParallel
+from lockstep.torch_internals import BaseDataLoaderIter, unread_iterator
+
+models = weakref.WeakSet[DistributedDataParallel]()  # the prepared models of this process
+_loaders = weakref.WeakSet["PreparedLoader"]()
+
+# Samplers of torch, which draw only when the first index is read.
+_TORCHS = {data.RandomSampler, data.SequentialSampler, data.SubsetRandomSampler, data.WeightedRandomSampler}
+# Separates the random numbers of samples from those of other purposes with the same seed.
+_SAMPLE = 8
+_END = object()
+
+
+# --- What is read: parts of lists of indices, or of groups of samples
+
+
+class GlobalBatch(NamedTuple):
+    """What all ranks know of a global batch.
+
+    Args:
+        size: Its number of samples.
+        digest: Of its indices and those of all before in the pass; of a stream, of some samples.
+    """
+
+    size: int
+    digest: int
+
+
+class SeededIndices(list[Any]):
+    """Indices of samples; seeds the CPU's generators before each is read, by its position in the global batch.
+
+    A data set reads it as any list, also in a loader process.
+    """
+
+    def __init__(self, indices: list[Any], seed: int, first: int) -> None:
+        super().__init__(indices)
+        self.seed, self.first = seed, first
+
+    def __iter__(self) -> Iterator[Any]:
+        # By the position: an index may be there twice, and need not be a number.
+        for position, index in enumerate(super().__iter__(), self.first):
+            seed_cpu(mix(self.seed, position))
+            yield index
+
+    def __reduce__(self) -> Any:
+        return SeededIndices, (self[:], self.seed, self.first)
+
+
+class StreamBatch(NamedTuple):
+    """This rank's part of the next samples of a stream, from a loader process or this one."""
+
+    whole: GlobalBatch
+    batch: Any
+
+
+class DividedCollate:
+    """The ``collate_fn`` of a loader over a stream: collates this rank's part of the samples that all ranks read."""
+
+    def __init__(self, collate: Any, rank: int, world_size: int) -> None:
+        self._collate, self._rank, self._world_size = collate, rank, world_size
+
+    def __call__(self, samples: list[Any]) -> StreamBatch:
+        part = cut(len(samples), self._world_size, self._rank)
+        places = {0, len(samples) // 3, 2 * len(samples) // 3, len(samples) - 1}
+        compared = [_in_short(samples[place]) for place in sorted(places)]
+        whole = GlobalBatch(len(samples), int(checksum([len(samples), *compared]), 16) & 0xFFFF)
+        # What the stream draws next must not depend on the size of the part.
+        with kept_states():
+            seed_cpu(mix(int(torch.randint(2**62, ())), self._rank))
+            return StreamBatch(whole, self._collate(samples[part.start : part.stop] or samples[:1]))
+
+
+def _in_short(sample: Any) -> Any:
+    """Return what of a sample is compared between ranks: of large tensors and arrays, some elements."""
+    items = items_of(sample)
+    if items is not None:
+        return [_in_short(item) for item in items]
+    if isinstance(sample, Tensor) and sample.layout is torch.strided and sample.numel() > 64:
+        return sample.flatten()[:: sample.numel() // 32]
+    return sample.ravel()[:: sample.size // 32] if isinstance(sample, np.ndarray) and sample.size > 64 else sample
+
+
+def _digest(indices: list[Any], before: int) -> int:
+    """Return a digest of a list of indices and what came before; equal in all processes."""
+    numbers = np.asarray(indices) if indices and isinstance(indices[0], int) else np.empty(0)
+    is_plain = numbers.dtype == np.int64 and numbers.ndim == 1
+    return zlib.crc32(numbers.tobytes() if is_plain else repr(indices).encode(), before)
+
+
+# --- The position of a loader
+
+
+@dataclass(eq=False)
+class Pass:
+    """One pass over a loader.
+
+    Attributes:
+        reading: What it has returned to the script.
+        begin: The states of the generators at its begin; of a resumed one, in the process that began it.
+        before: Those when this process began it.
+        resumed: The state that it was loaded from.
+        after: The states of the generators after the first batch.
+        num_returned: Batches, with those that the process before had returned.
+        numbers: Of those that this process has returned.
+        wholes: The global batches of which it has read lists or samples.
+        digest: Of these.
+        num_trained: See `Progress.num_trained`, when the newest batch was returned.
+        is_settled: Whether it has been decided if it counts.
+        has_grad: Whether gradients were enabled at its begin.
+    """
+
+    reading: Reading
+    begin: list[Any]
+    before: list[Any]
+    resumed: dict[str, Any] | None
+    num_trained: int
+    has_grad: bool
+    after: list[Any] | None = None
+    num_returned: int = 0
+    numbers: list[int] = field(default_factory=list)
+    wholes: list[GlobalBatch] = field(default_factory=list)
+    digest: int = 0
+    is_settled: bool = False
+
+    @property
+    def skip(self) -> int:
+        """The number of batches that the process before has returned."""
+        return self.resumed["batch"] if self.resumed else 0
+
+
+class Progress(BatchSource):
+    """The position of a loader, and the random state of its samplers.
+
+    [Note: when a pass counts]
+    A pass that was left counts, as in the script without `prepare`: the next one has another order. But a rank may look at
+    one batch alone, such as to show it, which must not give it another order than the others have. So a pass of which one
+    batch was read is undone at the begin of the next one, if no prepared model was trained since, and nothing else has
+    drawn random numbers. It is also undone when an evaluation begins (a pass over another loader under no_grad).
+
+    Attributes:
+        loader: The loader that was prepared.
+        name: Of the loader, in errors.
+        rank, world_size: Of this process.
+        seed: Of the random numbers of samples.
+        epoch: The number of the current pass, or of the next one.
+        newest: The newest pass.
+        open: The passes that are being read.
+        resumed: What `load` has loaded, until the next pass.
+        draws_once: Whether only torch's generator is used, and only for the first list of a pass.
+        seeds_samples: Whether each sample has random numbers of its own.
+    """
+
+    def __init__(self, loader: data.DataLoader[Any], world: World, seed: int, name: str) -> None:
+        self.loader, self.name, self.seed, self.epoch = loader, name, seed, 0
+        self.rank, self.world_size = world.rank, world.world_size
+        batches, is_stream = cast(Any, loader.batch_sampler), isinstance(loader.dataset, data.IterableDataset)
+        sampler = getattr(batches, "sampler", None)
+        self.draws_once = type(batches) is data.BatchSampler and type(sampler) in _TORCHS and not is_stream
+        self.seeds_samples = False
+        self._generators = generators_of(loader, batches, sampler, getattr(sampler, "sampler", None))
+        self.newest: Pass | None = None
+        self.open: list[Pass] = []
+        self.resumed: dict[str, Any] | None = None
+        _progresses.add(self)
+
+    @staticmethod
+    def num_trained() -> int:
+        """Return a number that changes when a prepared model trains."""
+        return parts.num_forwards + sum(model.reducer.num_forwards for model in models)
+
+    def states(self) -> list[Any]:
+        """Return the states of what its samplers draw from."""
+        return [draws.states(only_torch=self.draws_once), *map(get_state, self._generators)]
+
+    def set_states(self, states: list[Any]) -> None:
+        """Set what `states` returned."""
+        draws.set_states(states[0])
+        for generator, state in zip(self._generators, states[1:], strict=True):
+            set_state(generator, state)
+
+    def begin_pass(self, reading: Reading) -> Pass:
+        """Begin a pass: decide if the one before counts, and set the generators to its begin."""
+        if not torch.is_grad_enabled():
+            for other in list(_progresses):
+                if other is not self:
+                    other.undo_look()
+        if not self.undo_look() and self.newest is not None and not self.newest.is_settled:
+            self.newest.is_settled = True
+            self.epoch += 1
+        if self.world_size > 1:
+            torch.empty(()).random_()  # so that the next `prepare` finds another state
+        resumed, self.resumed = self.resumed, None
+        before = self.states()
+        begin = resumed["begin"] if resumed else before
+        if resumed:
+            self.set_states(begin)
+        this = Pass(reading, begin, before, resumed, self.num_trained(), torch.is_grad_enabled())
+        this.num_returned, this.digest = this.skip, self.seed & 0xFFFF
+        self.newest = this
+        return this
+
+    def undo_look(self) -> bool:
+        """Undo the newest pass if it was a look, see [Note: when a pass counts]; return whether it was."""
+        last = self.newest
+        if last is None or last.is_settled or last.num_returned != last.skip + 1 or last.after is None:
+            return False
+        if last.num_trained != self.num_trained() or checksum(self.states()) != checksum(last.after):
+            return False
+        self.set_states(last.before)
+        self.newest, self.resumed = None, last.resumed
+        return True
+
+    def returned(self, this: Pass, number: int) -> None:
+        """Record that a pass returns a batch."""
+        this.num_returned, this.num_trained = number + 1, self.num_trained()
+        this.numbers.append(number)
+        if len(this.numbers) == 1:
+            this.after = self.states()
+
+    def end_pass(self, this: Pass) -> None:
+        """Record that a pass was read to its end."""
+        if not this.is_settled:
+            this.is_settled = True
+            self.epoch += 1
+
+    def part_of(self, whole: GlobalBatch, number: int) -> BatchPart:
+        """Return this rank's part of a batch."""
+        share = len(cut(whole.size, self.world_size, self.rank)) * self.world_size / whole.size
+        kind = whole.size if whole.size % self.world_size else 0
+        return BatchPart(
+            share, kind, whole.digest & 0xFFFF, f"batch {number} of epoch {self.epoch} of {self.name}", self
+        )
+
+    # --- state ---------------------------------------------------------------------------------------------------------
+
+    def _fits(self) -> dict[str, Any]:
+        """Return what a state fits."""
+        sampler = getattr(self.loader.batch_sampler, "sampler", self.loader.batch_sampler)
+        is_stream = isinstance(self.loader.dataset, data.IterableDataset)
+        return {
+            "batch size": self.loader.batch_size,
+            "number of samples": None if is_stream else length_hint(self.loader.dataset),
+            "sampler": "none" if is_stream else type(sampler).__name__,
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Return the position after the last batch that was returned.
+
+        Raises:
+            ConfigurationError: It is not a position.
+        """
+        this = None if self.newest is None or self.newest.is_settled else self.newest
+        if sum(each.num_returned > each.skip for each in self.open) > 1:
+            raise ConfigurationError(
+                f"Several loops read {self.name} now, each at another batch, so it has no position.\n"
+                "Save outside of the inner loop, or give each loop a loader of its own."
+            )
+        now, resumed = self.states(), self.resumed
+        place = {"epoch": self.epoch, "seed": self.seed, "now": now, "fits": self._fits()}
+        if this is None and resumed:
+            return place | {key: resumed[key] for key in ("batch", "begin", "digest")}
+        if this is None:
+            return place | {"batch": 0, "begin": now, "digest": 0}
+        digest = this.wholes[this.num_returned - 1].digest if this.num_returned and this.wholes else 0
+        return place | {"batch": this.num_returned, "begin": this.begin, "digest": digest}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue there in the next pass.
+
+        Raises:
+            ConfigurationError: It is the state of another loader.
+        """
+        for name, value in self._fits().items():
+            saved = state["fits"][name]
+            if saved != value:
+                raise ConfigurationError(
+                    f"{self.name} has another {name} than the one that was saved: {value}, not {saved}.\n"
+                    "The position in its order would be another sample. Load it into a loader with the same data and "
+                    "settings, on any number of ranks."
+                )
+        self.epoch, self.seed, self.newest = state["epoch"], state["seed"], None
+        self.open.clear()
+        self.resumed = state if state["batch"] else None
+        self.set_states(state["now"])
+
+
+_progresses = weakref.WeakSet[Progress]()
+
+
+class Division:
+    """The batch sampler of the passes over a loader: yields this rank's part of each list of indices.
+
+    Attributes:
+        lists: The batch sampler of the loader.
+        this: The pass of the next iterator.
+    """
+
+    lists: Any
+    this: Pass
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._replay: Callable[[], object] = bool
+
+    def __len__(self) -> int:
+        return len(self.lists)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self.divide(iter(self.lists), self.this)
+
+    def divide(self, lists: Iterator[Any], this: Pass) -> Iterator[list[Any]]:
+        """Return this rank's part of each list of a pass that has not been returned before."""
+        self._replay = partial(self._skip, lists, this)
+        return self._yield(lists, this)
+
+    def replay(self) -> None:
+        """Read the lists of a resumed pass that were returned before, if this has not been done."""
+        self._replay()
+
+    def _skip(self, lists: Iterator[Any], this: Pass) -> None:
+        progress, states = self._progress, None
+        if this.resumed is None or len(this.wholes) >= this.skip:
+            return
+        while len(this.wholes) < this.skip and self._read(lists, this) is not None:
+            states = states or progress.states()
+        if this.digest & 0xFFFF != this.resumed["digest"]:
+            raise ConfigurationError(
+                f"{progress.name} cannot go on at batch {this.skip}: its sampler gives other samples than before it was "
+                "saved, so some would be left out and others would be read twice.\nLet it draw from torch's generator, "
+                "random or numpy.random, or from a generator that is an attribute of the sampler; or give the sampler "
+                "state_dict() and load_state_dict(); or save between epochs."
+            )
+        # If the lists after the first draw nothing, it goes on with the states at the save: others have drawn since.
+        if states is not None and checksum(states) == checksum(progress.states()):
+            progress.set_states(this.resumed["now"])
+
+    def _read(self, lists: Iterator[Any], this: Pass) -> list[Any] | None:
+        """Return the next list of a pass; None: it is over."""
+        is_drawn = not this.wholes or not self._progress.draws_once
+        with draws.open(only_torch=self._progress.draws_once) if is_drawn else nullcontext():
+            indices = next(lists, None)
+        if indices is None:
+            return None
+        this.digest = _digest(indices := list(indices), this.digest)
+        this.wholes.append(GlobalBatch(len(indices), this.digest & 0xFFFF))
+        return indices
+
+    def _yield(self, lists: Iterator[Any], this: Pass) -> Iterator[list[Any]]:
+        progress = self._progress
+        self._skip(lists, this)
+        while (indices := self._read(lists, this)) is not None:
+            if progress.world_size == 1:
+                yield indices
+                continue
+            part = cut(len(indices), progress.world_size, progress.rank)
+            mine = indices[part.start : part.stop] or indices[:1]
+            seed = mix(progress.seed, _SAMPLE, progress.epoch, len(this.wholes) - 1)
+            yield SeededIndices(mine, seed, part.start) if progress.seeds_samples else mine
+
+
+# --- The loader
+
+
+class _Shown:
+    """An attribute of the `Progress` of a loader, unless the script's loader has one of the same name."""
+
+    def __init__(self, get: Callable[[Progress], Any]) -> None:
+        self._get = get
+
+    def __get__(self, loader: Any, _: object = None) -> Any:
+        return self if loader is None else self._get(loader.progress)
+
+
+class PreparedLoader(data.DataLoader[Any]):
+    """A script's ``DataLoader``, whose batches are this rank's parts, on the device of the rank; made by `prepare`.
+
+    It is a copy of the loader, of a class derived from the loader's: attributes, methods and an ``__iter__`` of its own
+    are kept, and may be changed. The data set, the samplers and ``collate_fn`` are the script's objects.
+
+    Every rank reads the same lists of indices from the batch sampler, and loads its part of each; of a stream, every rank
+    reads all samples. On several ranks, each sample has random numbers of its own, the same on any number of ranks and
+    workers. The gradients of prepared models are weighted by the samples of the part that a forward was given. A rank
+    without a part gets a sample that does not count if the pass may train: gradients are enabled, and a prepared model is
+    in training mode, or the loader has trained before, or nothing has. Else it gets no batch.
+
+    ``batch_size`` and ``len()`` are those of all ranks together. A pass that was left counts; but a single rank may look at
+    one batch, if nothing is trained before the next pass.
+
+    Attributes:
+        progress: The position.
+        epoch: The number of the current pass, or of the next one.
+        batch: The number of the newest batch in its pass, counted from 0, also if the pass was resumed.
+    """
+
+    progress: Progress
+    _device: torch.device
+    _division: Division
+    _is_followed: bool  # whether the loader has an ``__iter__`` of its own
+    epoch = _Shown(lambda progress: progress.epoch)
+    batch = _Shown(lambda progress: progress.newest.num_returned - 1 if progress.newest else -1)
+
+    def __iter__(self) -> Any:
+        """Begin a pass. Not collective: batches may be read on a single rank."""
+        own, progress, division = vars(self), self.progress, self._division
+        this = progress.begin_pass(parts.begin(self))
+        is_stream = isinstance(self.dataset, data.IterableDataset)
+        kept = {name: own[name] for name in ("batch_sampler", "collate_fn")}
+        division.this = this
+        if is_stream and progress.world_size > 1:
+            own["collate_fn"] = DividedCollate(self.collate_fn, progress.rank, progress.world_size)
+        elif not is_stream:
+            division.lists, own["batch_sampler"] = self.batch_sampler, division
+            collate = None if self.collate_fn is data.default_collate else self.collate_fn
+            progress.seeds_samples = progress.world_size > 1 and batched_getitem(self.dataset, collate) is None
+        try:
+            with draws.open():
+                batches = super().__iter__()
+        finally:
+            own.update(kept)
+        if this.resumed and not is_stream:
+            division.replay()
+        elif this.resumed and self.num_workers:
+            progress.set_states(this.resumed["now"])
+        return self._run(batches, this)
+
+    def _reread(self, iterator: Any) -> Iterator[Any]:
+        """Return what ``iterator``, which an attribute of the loader holds, will return, divided.
+
+        Raises:
+            ConfigurationError: It has begun to read.
+        """
+        this = self.progress.begin_pass(parts.begin(self))
+        unread = unread_iterator(iterator, lambda lists: self._division.divide(lists, this))
+        if unread is None:
+            raise ConfigurationError(
+                f"{self.progress.name} holds an iterator that has begun to read, or whose loader processes have, so "
+                "prepare() cannot divide its batches.\nMake the iterator after prepare(), such as in the first __iter__."
+            )
+        return self._run(unread, this)
+
+    def _run(self, batches: Iterator[Any], this: Pass) -> Iterator[Any]:
+        """Yield the parts of a pass, on the device."""
+        progress = self.progress
+        micros: Any = self._micro_batches(batches, this)
+        if self._device.type != "cpu":
+            micros = Prefetcher(micros, {0: self._device})
+        progress.open.append(this)
+        try:
+            while (micro := next(micros, None)) is not None:
+                number, batch = (
+                    micro.step,
+                    micro.batches.pop,
+                )  # without a reference that lasts while the script computes
+                if progress.world_size > 1:
+                    part = progress.part_of(this.wholes[number], number)
+                    if part.share == 0 and not self._needs_sample(this):
+                        this.num_returned = number + 1
+                        continue
+                    parts.returned(this.reading, part, micro.batches[0], is_final=not self._is_followed)
+                progress.returned(this, number)
+                yield batch()
+            progress.end_pass(this)
+        finally:
+            this.reading.is_over = True
+            if this in progress.open:
+                progress.open.remove(this)
+
+    def _micro_batches(self, batches: Iterator[Any], this: Pass) -> Iterator[MicroBatch]:
+        is_stream = isinstance(self.dataset, data.IterableDataset)
+        for number in itertools.count(0 if is_stream else this.skip):
+            with self._loading(number):
+                item = next(batches, _END)
+            if item is _END:
+                return
+            if isinstance(item, StreamBatch):
+                this.wholes.append(item.whole)
+                item = item.batch
+            if number >= this.skip:
+                yield MicroBatch(number, 0, [0], [], [item])
+
+    def _loading(self, number: int) -> AbstractContextManager[Any]:
+        """Return a context in which a batch is loaded: the script's random numbers do not depend on what is drawn."""
+        progress = self.progress
+        if progress.world_size == 1 or self.num_workers:
+            return nullcontext()
+        if isinstance(self.dataset, data.IterableDataset):
+            return draws.open()
+        return seeded(mix(progress.seed, _SAMPLE, progress.epoch, number)) if progress.seeds_samples else nullcontext()
+
+    def _needs_sample(self, this: Pass) -> bool:
+        """Return whether this rank must take part in what the others do with a batch of which it has no part."""
+        if models and all(model.shares_statistics for model in models):
+            return True
+        if not (this.has_grad or torch.is_grad_enabled()):
+            return False
+        has_trained = any(model.reducer.num_backwards for model in models)
+        return (
+            any(model.training for model in models) or self.progress.has_trained or (bool(models) and not has_trained)
+        )
+
+    def _follow(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield what the loader's own ``__iter__`` makes of the parts."""
+        progress, outer = self.progress, parts.begin(self)
+        try:
+            for batch in batches:
+                if progress.world_size > 1:
+                    inner = progress.newest and progress.newest.reading
+                    part = parts.of_batch(batch, inner) if inner else None
+                    if part is None:
+                        raise ConfigurationError(
+                            f"{progress.name} has an __iter__ that does not read from DataLoader.__iter__, so prepare() "
+                            "cannot divide its batches.\nCall super().__iter__() in it, or leave the loader out of "
+                            "prepare() and give each rank its samples with lockstep.DistributedSampler."
+                        )
+                    parts.returned(outer, part, batch)
+                yield batch
+        finally:
+            outer.is_over = True
+
+    def gather(self, outputs: Sequence[Any]) -> Any:
+        """Return what the ranks computed from the newest pass, in the order in which one process would have read it.
+
+        Without shuffling, that is the order of the data set; each sample is there once.
+
+        Collective: every rank, after the pass or in it. Blocks until complete.
+
+        Args:
+            outputs: What this rank computed from each batch that it got, in order; such as a list of predictions, or of
+                pairs of predictions and labels. Each is a tensor, an array or a list, with an item for each sample of the
+                batch; or a tuple or dict of these.
+
+        Returns:
+            One such output for all samples; arrays become tensors, which are on this rank's device.
+
+        Raises:
+            ConfigurationError: On every rank: an output has not one item for each sample, or the ranks have read
+                different batches.
+        """
+        progress, this = self.progress, self.progress.newest
+        own, problem = [], ""
+        numbers, wholes = (this.numbers, this.wholes[: this.num_returned]) if this else ([], [])
+        if len(outputs) != len(numbers):
+            problem = f"gather() got {len(outputs)} outputs, but {progress.name} has returned {len(numbers)} batches"
+        for number, output in zip(numbers, outputs, strict=False):
+            size = None if progress.world_size == 1 else self._size(wholes[number], progress.rank)
+            plain = _plain(output)
+            other = next((length for length in _lengths(plain) if size and length != size), None)
+            if other is not None:
+                problem = problem or f"an output has {other} items, but batch {number} has {size} samples on this rank"
+            own += [plain] if size != 0 else []
+        world = World.opened or World.from_group()
+        state = problem, [[batch.size, batch.digest] for batch in wholes], own
+        everyones = gather_states(state, group=world.group, device=device_for(world.group))
+        for rank, (problem, batches, _) in enumerate(everyones):
+            if problem:
+                raise ConfigurationError(
+                    f"Rank {rank}: {problem}.\nGive a list with one output for each batch, which has an item for each sample."
+                )
+            if batches != everyones[0][1]:
+                raise ConfigurationError(
+                    f"{progress.name} has read other batches on rank {rank} than on rank 0.\n"
+                    "Every rank must read the same samples in the same order; prepare() divides each batch."
+                )
+        if progress.world_size > 1:
+            rows = [iter(row) for *_, row in everyones]
+            places = (
+                (rank, batch) for batch in wholes[this.skip if this else 0 :] for rank in range(progress.world_size)
+            )
+            own = [next(rows[rank]) for rank, batch in places if self._size(batch, rank)]
+        return map_tensors(_joined(own), lambda tensor: tensor.to(self._device))
+
+    def _size(self, whole: GlobalBatch, rank: int) -> int:
+        return len(cut(whole.size, self.progress.world_size, rank))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the last batch that was returned; it loads on any number of ranks and workers.
+
+        Raises:
+            ConfigurationError: There is no position to go on from: a loop within another reads the same loader, or the
+                loader has an ``__iter__`` of its own and is in the middle of a pass.
+        """
+        state = self.progress.state()
+        if self._is_followed and (state["batch"] or self.progress.open):
+            raise ConfigurationError(
+                f"{self.progress.name} has an __iter__ of its own, which may read ahead of the batches that it returns, so "
+                "the position in the middle of a pass is not known.\nSave between epochs, or do in the data set or "
+                "collate_fn what it does."
+            )
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue there in the next pass; of the batches that were returned before, only a stream loads the samples.
+
+        Not collective: call it on every rank, between passes.
+
+        Raises:
+            ConfigurationError: It is the state of a loader of another batch size, number of samples or kind of sampler.
+        """
+        self.progress.load(state)
+
+
+def _plain(output: Any) -> Any:
+    """Return ``output`` of tensors on the CPU, lists, tuples and dicts, which can be sent."""
+    if isinstance(output, Tensor | np.ndarray):
+        return torch.as_tensor(output).detach().cpu()
+    if isinstance(output, Mapping):
+        return {name: _plain(item) for name, item in output.items()}
+    return tuple(map(_plain, output)) if isinstance(output, tuple) else output
+
+
+def _lengths(output: Any) -> Iterator[int]:
+    """Yield the number of items of each tensor and list in ``output``; 0 of what has none."""
+    if isinstance(output, dict | tuple):
+        for item in output.values() if isinstance(output, dict) else output:
+            yield from _lengths(item)
+    else:
+        has_items = output.dim() > 0 if isinstance(output, Tensor) else isinstance(output, list)
+        yield len(output) if has_items else 0
+
+
+def _joined(outputs: list[Any]) -> Any:
+    """Return one output with the items of all."""
+    if not outputs:
+        return []
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        return torch.cat(outputs)
+    if isinstance(first, dict):
+        return {name: _joined([output[name] for output in outputs]) for name in first}
+    if isinstance(first, tuple):
+        return tuple(_joined(list(column)) for column in zip(*outputs, strict=True))
+    return list(itertools.chain.from_iterable(outputs))
+
+
+# --- Making one
+
+
+def prepared_loader(loader: data.DataLoader[Any], world: World, seed: int, name: str) -> PreparedLoader:
+    """Return a copy of ``loader`` that returns this rank's parts.
+
+    Raises:
+        ConfigurationError: The loader holds an iterator that has begun to read.
+    """
+    kind = type(loader)
+    made = object.__new__(_class_of(kind))
+    own, progress = vars(made), Progress(loader, world, seed, name)
+    own |= vars(loader) | {"in_order": True, "loader": loader, "progress": progress, "_device": world.device}
+    own |= {"_division": Division(progress), "_is_followed": kind.__iter__ is not data.DataLoader.__iter__}
+    for attribute, value in vars(loader).items():
+        if attribute == "_iterator":  # of persistent workers
+            own[attribute] = None
+        elif isinstance(value, BaseDataLoaderIter):
+            own[attribute] = made._reread(value)
+    return made
+
+
+def _class_of(kind: type[data.DataLoader[Any]]) -> type[PreparedLoader]:
+    """Return the class of the copy: that of the loader, whose ``super()`` is `PreparedLoader`."""
+    if kind is data.DataLoader:
+        return PreparedLoader
+    members: dict[str, Any] = {name: getattr(PreparedLoader, name) for name in ("state_dict", "load_state_dict")}
+    if kind.__iter__ is not data.DataLoader.__iter__:
+        members["__iter__"] = lambda self: self._follow(iter(kind.__iter__(self)))
+    return cast(type[PreparedLoader], type(kind.__name__, (kind, PreparedLoader), members))
