@@ -42,7 +42,7 @@ from lockstep.comm.collectives import all_gather_object, broadcast_object, defau
 from lockstep.comm.world import World
 from lockstep.data.sampler import DistributedSampler, LoaderPosition, position_of
 from lockstep.data.stream import Stateful
-from lockstep.errors import CheckpointError, CollectiveError, ConfigurationError, LockstepError
+from lockstep.errors import CheckpointError, ConfigurationError, LockstepError, called_by_all
 from lockstep.prepared import PreparedLoader
 from lockstep.telemetry.rank_state import format_bytes
 from lockstep.telemetry.record import num_restarts
@@ -621,6 +621,7 @@ def _has_own_position(value: Stateful) -> bool:
     return isinstance(value, Iterable) and not isinstance(value, DistributedSampler | PreparedLoader | nn.Module)
 
 
+@called_by_all("lockstep.save")
 def save(
     path: str | os.PathLike[str], *, model: nn.Module | None = None, optimizer: Optimizer | None = None, **state: Any
 ) -> None:
@@ -686,6 +687,7 @@ def save(
         _on_all_ranks(folder, complete, packer.num_bytes)
 
 
+@called_by_all("lockstep.load")
 def load(
     path: str | os.PathLike[str],
     *,
@@ -840,11 +842,7 @@ def _gather(value: Any) -> list[Any]:
     if not is_initialized():
         return [value]
     group = default_group()
-    try:
-        return all_gather_object(value, group=group, device=device_for(group))
-    except CollectiveError as error:
-        text = "lockstep.save and lockstep.load are collective: call them on every rank, not behind `if rank == 0`."
-        raise CollectiveError(f"{text}\n{error}") from error
+    return all_gather_object(value, group=group, device=device_for(group))
 
 
 def _rank_and_size() -> tuple[int, int]:
