@@ -5,8 +5,10 @@ import os
 import re
 import sys
 import traceback
+from collections.abc import Callable
+from functools import wraps
 from signal import SIGINT, getsignal, valid_signals
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 # Texts in errors: of collectives, which fail where another rank is gone, is silent, or does something else; of
 # connections that another process has closed; and other ways to report a rank that is gone.
@@ -82,6 +84,29 @@ class ModelMismatch(LockstepError):
 
 class CollectiveError(LockstepError):
     """A collective failed or timed out; names this rank, the operation and the tensors it was for."""
+
+
+# In the first line of the error of a rank that made such a call alone, as far as it can know.
+CALLED_ALONE = "collective: call it on every rank, not behind `if rank == 0`."
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def called_by_all(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorate the public collective ``name``: an error says first that every rank must call it."""
+
+    def decorate(call: Callable[P, T]) -> Callable[P, T]:
+        @wraps(call)
+        def run(*args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return call(*args, **kwargs)
+            except CollectiveError as error:
+                raise CollectiveError(f"{name} is {CALLED_ALONE}\n{error}") from error
+
+        return run
+
+    return decorate
 
 
 class RankFailed(LockstepError):

@@ -67,11 +67,9 @@ def test_what_one_rank_calls_alone_is_said_to_be_collective(ranks, tmp_path):
         return texts
 
     first, others = ranks(2)(run)
-    alone = "lockstep.save and lockstep.load are collective: call them on every rank, not behind `if rank == 0`."
     assert first == [
-        alone,
-        alone,
-        "consolidate_state_dict is collective: call it on every rank, not behind `if rank == 0`.",
+        f"{name} is collective: call it on every rank, not behind `if rank == 0`."
+        for name in ("lockstep.save", "lockstep.load", "consolidate_state_dict")
     ]
     hint = "This all_gather of int64 may be lockstep.save, lockstep.load, consolidate_state_dict or another exchange of"
     assert [hint in text for text in others] == [True] * 3

@@ -1,4 +1,4 @@
-"""`DistributedSampler`: each rank's share of a data set, for hand-written loops."""
+"""`DistributedSampler`: each rank's share of a data set, for hand-written loops; the position of loaders over it."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 from torch.utils.data import DistributedSampler as TorchDistributedSampler
 from typing_extensions import TypeVar, override
 
 from lockstep.comm.collectives import default_group
-from lockstep.errors import ConfigurationError
+from lockstep.data.stream import Stateful
+from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.torch_internals import is_state_of_loader, progress_of_calling_loader
 
 
@@ -156,3 +157,122 @@ class DistributedSampler(TorchDistributedSampler[_Index]):
         """Begin the next passes at the position of ``state``, also that of another number of ranks."""
         self._is_set = self._is_set and state["epoch"] == self._epoch
         self._epoch, self._pass = state["epoch"], _Pass(state["position"])
+
+
+# --- The position of a loader
+
+
+@dataclass(frozen=True)
+class LoaderPosition:
+    """The position of a sampler, or of a ``DataLoader`` over it with the ``batch_size``, and the order of samples."""
+
+    sampler: DistributedSampler[Any]
+    batch_size: int | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the sampler, and what `check` compares."""
+        order = {"samples": self.sampler._num_all, "shuffle": self.sampler.shuffle, "seed": self.sampler.seed}
+        size = {"batch_size": self.batch_size, "ranks": self.sampler.num_replicas}
+        return {**self.sampler.state_dict(), **order, **size}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Begin the next pass at the position of ``state``."""
+        self.sampler.load_state_dict(state)
+
+    def check(self, saved: dict[str, Any], name: str) -> None:
+        """Check that ``saved``, loaded as ``name``, is a position in this order; earlier versions have saved no order.
+
+        Another number of ranks may have the same batch size on each, or the same of all together. The number need not
+        divide that, so what was rounded counts as the same.
+
+        Raises:
+            CheckpointError: It is of another order; names what differs.
+        """
+        now = self.state_dict()
+        values = [(key, saved.get(key, now[key]), now[key]) for key in ("samples", "shuffle", "seed")]
+        (size, num), (own_size, own_num) = [(each.get("batch_size"), each.get("ranks", 0)) for each in (saved, now)]
+        if size and own_size and size != own_size and abs(size * num - own_size * own_num) >= max(num, own_num):
+            each = f"{own_size * own_num} ({own_size} on each of {own_num} ranks)"
+            values.append(("global batch", f"{size * num} ({size} on each of {num} ranks)", each))
+        for key, old, new in values:
+            if old != new and (key != "seed" or self.sampler.shuffle):
+                raise CheckpointError(
+                    f"The checkpoint is of a {name} with {key} {old}, this one has {new}.\n"
+                    f"Create the same {name}, or load without {name} to begin at the first sample."
+                )
+
+
+def position_of(value: Any, name: str, *, saves: bool = False) -> Any:
+    """Return what has the position of ``value``, if that is a loader or a `DistributedSampler`; else ``value``.
+
+    If a ``DataLoader`` reads a `DistributedSampler` as it is, that is a `LoaderPosition`: it loads on any number of
+    ranks and loader processes. Otherwise the class that has an ``__iter__`` of its own must have the state to it; or
+    torchdata's loader counts the batches, in the epoch that the script sets.
+
+    Args:
+        value: Any object.
+        name: What the caller calls it in messages.
+        saves: Whether the position is to be saved.
+
+    Raises:
+        CheckpointError: The position is not known: samples would be lost or repeated.
+    """
+    readers, sampler, epochs = {"class": value}, value, [value]
+    is_loader, batches = isinstance(value, DataLoader), None
+    if is_loader:
+        batches, epochs = value.batch_sampler, _samplers_of(value)
+        sampler = value.sampler if batches is None else getattr(batches, "sampler", None)
+        readers |= {"batch sampler": batches, "sampler": sampler}
+    epochs = [item for item in epochs if isinstance(item, DistributedSampler)]
+    if not epochs or (is_loader and isinstance(value.dataset, Stateful)):
+        return value
+    # The outermost that may read ahead, or return other samples.
+    nested = "" if isinstance(sampler, DistributedSampler) else "sampler"
+    kind = next((kind for kind, reader in readers.items() if not _adds_nothing(reader)), nested)
+    reader = readers.get(kind)
+    has_state, num_workers = _has_own_state(reader), value.num_workers if is_loader else 0
+    is_counted = is_loader and isinstance(value, Stateful)
+    why = f"its {kind} {type(reader).__name__} has an __iter__ of its own, which may read ahead or change the samples"
+    advice = "use torchdata's StatefulDataLoader, and set_epoch in every epoch"
+    if num_workers and not value.in_order:
+        why, advice = "its workers return batches in any order", "leave in_order=False out"
+    elif not kind:
+        return LoaderPosition(sampler, getattr(batches, "batch_size", 1) if is_loader else None)
+    elif has_state and (reader is value or not (num_workers or is_counted)):
+        return reader
+    elif reader is value or (isinstance(reader, DistributedSampler) and not has_state):
+        advice = "give that class a state_dict and load_state_dict of its own"
+    elif is_counted:
+        if has_state or not saves or epochs[0]._is_set:
+            return value
+        why, advice = f"{type(value).__name__} does not save the epoch", "call set_epoch in every epoch"
+    raise CheckpointError(
+        f"The position of {name} within an epoch is not known: {why}.\n"
+        f"Save between epochs, with the number of the next epoch in place of {name}, for set_epoch; or {advice}."
+    )
+
+
+def _samplers_of(loader: DataLoader[Any]) -> list[Any]:
+    """Return the samplers of a loader, and those that they have as attributes."""
+    found: list[Any] = [loader.batch_sampler, loader.sampler]
+    for item in found:  # which grows
+        parts = getattr(item, "__dict__", {}).values()
+        found += [part for part in parts if isinstance(part, Sampler) and all(part is not other for other in found)]
+    return found
+
+
+def _adds_nothing(reader: Any) -> bool:
+    """Return whether a loader or sampler takes what it needs for the next batch, and returns it as it is."""
+    if isinstance(reader, DistributedSampler):
+        return type(reader).__iter__ is DistributedSampler.__iter__
+    is_known = isinstance(reader, DataLoader | BatchSampler)
+    return reader is None or (is_known and type(reader).__iter__.__module__.split(".")[0] in ("torch", "torchdata"))
+
+
+def _has_own_state(reader: Any) -> bool:
+    """Return whether the state is of the class that has the ``__iter__``, or of one that derives from it."""
+    kinds = [next((kind for kind in type(reader).__mro__ if name in vars(kind)), object) for name in _ITER_AND_STATE]
+    return isinstance(reader, Stateful) and issubclass(kinds[1], kinds[0])
+
+
+_ITER_AND_STATE = ("__iter__", "state_dict")

@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from lockstep.activity import format_ranks
 from lockstep.comm.rendezvous import poll_until
 from lockstep.comm.store import InterNodeStore
-from lockstep.errors import OF_COLLECTIVES, JobHangs, LockstepError, RankFailed, tells_of_others
+from lockstep.errors import CALLED_ALONE, OF_COLLECTIVES, JobHangs, LockstepError, RankFailed, tells_of_others
 from lockstep.rank_files import CRASH, ENDED, HEARTBEAT, FailureRecord, rank_file, read_object
 from lockstep.telemetry.heartbeat import read_step_counter
 from lockstep.telemetry.rank_state import user_frame
@@ -175,6 +175,10 @@ _NCCL_ABORT, _CURRENT = "DistBackendError", "Current thread 0x"
 def first_failure(exits: list[RankExit]) -> RankExit:
     """Return the rank that failed before the others, or ended normally before them, and made them fail."""
     first = min((exit for exit in exits if not exit.is_normal), key=_blame)
+    # The other ranks then have ended, or only met it in another collective. If several made the call, they do not know.
+    alone = [exit for exit in exits if CALLED_ALONE in exit.record.message.partition("\n")[0]]
+    if len(alone) == 1 and _blame(first)[0] > 0:
+        return alone[0]
     early = [exit for exit in exits if exit.is_normal and exit.record.has_joined]
     # Only an error of a collective means that another rank has ended: a script's own connections may break, too.
     is_missed = bool(early) and any(mark in _typed_message(first) for mark in OF_COLLECTIVES)
@@ -276,7 +280,9 @@ def failure_report(exits: list[RankExit], ranks: range, *, num_nodes: int = 1, n
         top.append("The program caught the exception and ended normally, while other ranks waited for this one.")
     # If the cause is not known here, a hint about the consequence would mislead.
     hint, elsewhere = hint_for(record.message), ""
-    if _of_others(first) == 2:
+    if CALLED_ALONE in record.message and any(exit.is_normal for exit in exits):
+        hint = ""  # the headline says more
+    elif _of_others(first) == 2:
         failed = {exit.rank for exit in exits if not exit.is_normal}
         finished = [rank for rank in ranks if rank not in failed]
         places = [f"{format_ranks(finished)} finished while others waited"] if finished else []

@@ -209,6 +209,29 @@ def test_ranks_that_call_different_collectives_are_the_cause_of_those_that_gave_
     assert first_failure([gave_up, differs, error]) is error
 
 
+ALONE = "lockstep.save is collective: call it on every rank, not behind `if rank == 0`."
+
+
+def test_a_call_that_one_rank_makes_alone_is_the_cause_of_a_mismatch_but_not_of_an_error_or_of_several():
+    other = raised(0, MISMATCH.format(0), 10, error_type="CollectiveError")
+    alone = raised(1, f"{ALONE}\n{MISMATCH.format(1)}", 20, error_type="CollectiveError")
+    assert failure_report([other, alone], range(2)).startswith(f"Rank 1 failed: {ALONE}\nAt /x/train.py:1,")
+    error = raised(2, "ValueError: boom", 30)
+    assert first_failure([other, alone, error]) is error
+    assert first_failure([other, alone, replace(alone, rank=2)]) is other
+
+
+def test_a_call_that_one_rank_makes_alone_is_the_cause_though_the_others_have_ended():
+    message = f"{ALONE}\nCollectiveError: {GONE}"
+    alone = raised(0, message, 30, error_type="CollectiveError", trace="")
+    left = ended(1, 0, 20, record={"has_joined": True, "pid": 71})
+    assert first_failure([replace(alone, record=replace(alone.record, message=GONE)), left]) is left
+    place = f"At /x/train.py:0, on {HOST}, PID 70."
+    assert (
+        failure_report([alone, left], range(2)) == f"Rank 0 failed: {ALONE}\n{place}\n\nrank 1 (PID 71): ended normally"
+    )
+
+
 class HandlerObject:
     def __call__(self, *_):
         raise RuntimeError("too slow")

@@ -34,15 +34,15 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import DataLoader
 
 from lockstep.accelerator import start_thread
 from lockstep.activity import settle
 from lockstep.comm.collectives import all_gather_object, broadcast_object, default_group, device_for, is_initialized
 from lockstep.comm.world import World
-from lockstep.data.sampler import DistributedSampler
+from lockstep.data.sampler import DistributedSampler, LoaderPosition, position_of
 from lockstep.data.stream import Stateful
-from lockstep.errors import CheckpointError, CollectiveError, ConfigurationError, LockstepError
+from lockstep.errors import CheckpointError, ConfigurationError, LockstepError, called_by_all
 from lockstep.prepared import PreparedLoader
 from lockstep.telemetry.rank_state import format_bytes
 from lockstep.telemetry.record import num_restarts
@@ -616,23 +616,12 @@ _NUM_TRIES, _RETRY_PAUSE_S = 5, 0.1
 _BY_RANK = "by rank"
 
 
-def _stateful(value: Any) -> Any:
-    """Return what has the state of ``value``: the sampler of a DataLoader, if it is a `DistributedSampler`.
-
-    Its state loads on any number of ranks and loader processes; that of torchdata's loader on as many only.
-    """
-    if not isinstance(value, DataLoader) or isinstance(value.dataset, Stateful):
-        return value
-    sampler = value.batch_sampler.sampler if isinstance(value.batch_sampler, BatchSampler) else value.sampler
-    # Batches that are returned in any order leave no position.
-    return sampler if isinstance(sampler, DistributedSampler) and value.in_order else value
-
-
 def _has_own_position(value: Stateful) -> bool:
     """Return whether the state of ``value`` is that of this rank only, as that of most loaders."""
     return isinstance(value, Iterable) and not isinstance(value, DistributedSampler | PreparedLoader | nn.Module)
 
 
+@called_by_all("lockstep.save")
 def save(
     path: str | os.PathLike[str], *, model: nn.Module | None = None, optimizer: Optimizer | None = None, **state: Any
 ) -> None:
@@ -658,9 +647,13 @@ def save(
         CheckpointError: On every rank: something cannot be written. Then nothing is replaced.
     """
     folder, (rank, world_size) = place_of(path), _rank_and_size()
-    values = {name: _stateful(value) for name, value in state.items()}
-    objects = {name: value for name, value in values.items() if isinstance(value, Stateful)}
-    states = _on_all_ranks(folder, lambda: {name: value.state_dict() for name, value in objects.items()})
+
+    def collect() -> tuple[dict[str, Any], dict[str, Stateful], dict[str, Any]]:
+        values = {name: position_of(value, name, saves=True) for name, value in state.items()}
+        objects = {name: value for name, value in values.items() if isinstance(value, Stateful)}
+        return values, objects, {name: value.state_dict() for name, value in objects.items()}
+
+    values, objects, states = _on_all_ranks(folder, collect)
     with contextlib.ExitStack() as stack:
 
         def begin() -> tuple[storage.TreePacker, Callable[[], object]]:
@@ -694,6 +687,7 @@ def save(
         _on_all_ranks(folder, complete, packer.num_bytes)
 
 
+@called_by_all("lockstep.load")
 def load(
     path: str | os.PathLike[str],
     *,
@@ -722,8 +716,9 @@ def load(
         CheckpointError: On every rank: there is no checkpoint, or it is damaged, or it belongs to another model or
             other objects; or the ranks read different ones, as in folders that are not shared.
     """
-    readers = {name: _stateful(value) for name, value in objects.items()}
-    folder = _find(place_of(path), best=best)
+    folder = place_of(path)
+    readers = _on_all_ranks(folder, lambda: {name: position_of(value, name) for name, value in objects.items()})
+    folder = _find(folder, best=best)
     parts = _read_alike(folder)
     if optimizer is None:
         parts.get("model", {}).update(parts.get("ema", {}))
@@ -753,8 +748,10 @@ def _state_here(name: str, reader: Stateful, saved: Any) -> Any:
     """Return the state for ``reader`` on this rank.
 
     Raises:
-        ValueError: It would read other samples than those that are left.
+        CheckpointError, ValueError: It would read other samples than those that are left.
     """
+    if isinstance(reader, LoaderPosition):
+        reader.check(saved, name)
     if not _has_own_position(reader):
         return saved
     (rank, world_size), states = _rank_and_size(), saved.get(_BY_RANK, [])
@@ -845,11 +842,7 @@ def _gather(value: Any) -> list[Any]:
     if not is_initialized():
         return [value]
     group = default_group()
-    try:
-        return all_gather_object(value, group=group, device=device_for(group))
-    except CollectiveError as error:
-        text = "lockstep.save and lockstep.load are collective: call them on every rank, not behind `if rank == 0`."
-        raise CollectiveError(f"{text}\n{error}") from error
+    return all_gather_object(value, group=group, device=device_for(group))
 
 
 def _rank_and_size() -> tuple[int, int]:
