@@ -16,7 +16,7 @@ from lockstep.comm.world import World, init
 from lockstep.data.comparison import check_same_data
 from lockstep.data.loader import LoadOptions
 from lockstep.data.order import mix, seed_device
-from lockstep.errors import ConfigurationError
+from lockstep.errors import ConfigurationError, called_by_all
 from lockstep.loop.batch_parts import parts
 from lockstep.loop.prepared_loader import PreparedLoader as PreparedLoader
 from lockstep.loop.prepared_loader import models, prepared_loader
@@ -28,6 +28,7 @@ _RANK = 10
 _num_calls = 0
 
 
+@called_by_all("lockstep.prepare")
 def prepare(*objects: Any) -> Any:
     """Return the parts of a training script, made for all ranks together: the run stays that of one device.
 

@@ -177,6 +177,7 @@ class Progress(BatchSource):
         resumed: What `load` has loaded, until the next pass.
         draws_once: Whether only torch's generator is used, and only for the first list of a pass.
         seeds_samples: Whether each sample has random numbers of its own.
+        is_shuffled: Whether its order may be another in each pass.
     """
 
     def __init__(self, loader: data.DataLoader[Any], world: World, seed: int, name: str) -> None:
@@ -186,6 +187,7 @@ class Progress(BatchSource):
         sampler = getattr(batches, "sampler", None)
         self.draws_once = type(batches) is data.BatchSampler and type(sampler) in _TORCHS and not is_stream
         self.seeds_samples = False
+        self.is_shuffled = not is_stream and type(sampler) is not data.SequentialSampler
         self._generators = generators_of(loader, batches, sampler, getattr(sampler, "sampler", None))
         self.newest: Pass | None = None
         self.open: list[Pass] = []
@@ -410,7 +412,7 @@ class PreparedLoader(data.DataLoader[Any]):
     reads all samples. On several ranks, each sample has random numbers of its own, the same on any number of ranks and
     workers. The gradients of prepared models are weighted by the samples of the part that a forward was given. A rank
     without a part gets a sample that does not count if the pass may train: gradients are enabled, and a prepared model is
-    in training mode, or the loader has trained before, or nothing has. Else it gets no batch.
+    in training mode, or the loader has trained before or shuffles, or nothing has trained yet. Else it gets no batch.
 
     ``batch_size`` and ``len()`` are those of all ranks together. A pass that was left counts; but a single rank may look at
     one batch, if nothing is trained before the next pass.
@@ -522,10 +524,10 @@ class PreparedLoader(data.DataLoader[Any]):
             return True
         if not (this.has_grad or torch.is_grad_enabled()):
             return False
+        if any(model.training for model in models) or self.progress.has_trained:
+            return True
         has_trained = any(model.reducer.num_backwards for model in models)
-        return (
-            any(model.training for model in models) or self.progress.has_trained or (bool(models) and not has_trained)
-        )
+        return bool(models) and (self.progress.is_shuffled or not has_trained)
 
     def _follow(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield what the loader's own ``__iter__`` makes of the parts."""

@@ -326,6 +326,8 @@ class NormaliseFunction(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             ctx.exchange.announce(Event.BACKWARD)
             of_input = gradient_of_input(gradient, input, weight, batch, ctx.exchange.sum(sums), ctx.eps)
+            if not ctx.exchange.counts:  # the mean and the variance do not depend on it
+                of_input = torch.zeros_like(of_input)
         needed = zip((of_weight, of_bias), ctx.dtypes, ctx.needs_input_grad[1:3], strict=True)
         of_parameters = [part.to(dtype) if is_needed else None for part, dtype, is_needed in needed]
         return of_input, *of_parameters, None, None, None

@@ -186,6 +186,7 @@ class Reducer:
         # Whether a forward has announced a synchronised backward: if no hooked output has opened a step before, the
         # first gradient does. Otherwise gradients stay on this rank (no_sync, the bare module).
         self._is_armed = False
+        self._has_graph = False  # whether a gradient was computed with a graph, through which no backward has come yet
         self._used: set[int] = set()  # parameters with a gradient since the last synchronised step, in no_sync() too
         self._updates = Updates(bucket_set, self.weights, group)
         self._finishing_stream: torch.Stream | None = None
@@ -401,6 +402,7 @@ class Reducer:
                 window.begin_backward(self._used, accumulates=True)
         if torch.is_grad_enabled():  # a backward through its graph may reach no output, and any of the parameters
             self._watch(range(len(self._hooks)))
+            self._has_graph |= not is_local
         replacement = None if window is None else window.masked(gradient)
         if scaling is None:
             return replacement
@@ -437,7 +439,9 @@ class Reducer:
         self._used.update(self._drain())
         # A bound method is a new object each time. Only autograd will hold this one, and drops it if backward fails.
         close = self._close_step
-        self._step, self._is_armed = Step(weakref.ref(close), is_opened_by_output=arrived is None), False
+        # After a backward through an output, another may come through the graph of a gradient (a gradient penalty).
+        self._is_armed = self._has_graph = self._has_graph and arrived is None
+        self._step = Step(weakref.ref(close), is_opened_by_output=arrived is None)
         queue_callback(close)
         if sum(map(len, self._hook_dicts)) > len(self._hooks):
             self._step.unsettled = self._put_hooks_last(arrived)
