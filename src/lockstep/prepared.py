@@ -1,4 +1,4 @@
-"""`prepare`: a script for one device becomes one for many, with the same global batches. Design: docs/design/prepare.md."""
+"""`prepare`: a script for one device becomes one for many. Design: docs/design/prepare.md."""
 
 from operator import length_hint
 from typing import Any

@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lockstep.containers import find_tensors
@@ -85,22 +84,24 @@ class BatchParts:
     """The parts of batches that are in use in this process.
 
     [Note: the batch of a forward]
-    A tensor belongs to a batch if it is one of the batch's tensors, or a view of one. If a forward gets such tensors, it
-    is known which batch it was given. If it gets none, but what a forward of a prepared model has returned, it was given
-    the batch of that forward.
+    A tensor belongs to a batch if it is one of the batch's tensors, or a view of one. If a forward gets such tensors,
+    it is known which batch it was given. If it gets none, but what a forward of a prepared model has returned, it was
+    given the batch of that forward.
 
-    Tensors that were computed from a batch (``x.float()``, ``torch.cat``) cannot be told from others, such as noise. Then
+    Tensors that were computed from a batch (``x.float()``, ``torch.cat``) cannot be told from others, such as noise.
+    Then
     the batch is the one that was returned last, if that is certain: in a loop that reads one batch, from one loader,
-    before each forward. If a loop has several (a look-ahead, a list of batches, two loaders), it is right as well if they
-    are divided alike, as all are whose size is a multiple of the number of ranks. Else the share is not known, and the
-    backward is refused.
+    before each forward. If a loop has several (a look-ahead, a list of batches, two loaders), it is right as well if
+    they are divided alike, as all are whose size is a multiple of the number of ranks. Else the share is not known, and
+    the backward is refused.
 
     Attributes:
-        num_forwards: Of prepared models in training mode, with gradients.
+        num_forwards: Of prepared models.
+        num_training_forwards: Of these, those in training mode, with gradients.
     """
 
     def __init__(self) -> None:
-        self.num_forwards = 0
+        self.num_forwards = self.num_training_forwards = 0
         self._batches, self._outputs = _Owners(), _Owners()
         self._readings: list[Reading] = []
 
@@ -122,8 +123,12 @@ class BatchParts:
 
     def of_forward(self, arguments: Any, *, trains: bool) -> BatchPart | None:
         """Return the part that a forward is given; None: it is given none of a prepared loader."""
-        self.num_forwards += trains
-        candidates = [part for reading in self._readings for part in reading.use()]
+        self.num_forwards += 1
+        self.num_training_forwards += trains
+        # A pass that is over, and each of whose batches was used, comes last.
+        unused = [each for each in self._readings if not each.is_over or each.reads_ahead or each.num_unused]
+        uses = {id(each): each.use() for each in self._readings}
+        candidates = [part for each in unused or self._readings for part in uses[id(each)]]
         return single(self._batches.find(arguments) or self._outputs.find(arguments) or candidates)
 
     def of_output(self, output: Any, part: BatchPart) -> None:
@@ -147,9 +152,9 @@ def single(candidates: list[BatchPart]) -> BatchPart | None:
 
 _PROBLEM = (
     "It is not known from which batch this forward was computed, {names}, and they are divided differently over the "
-    "ranks.\nGive the model a tensor of one batch, or a view of it; or compute what it is given where batches are made, "
-    "in the data set or collate_fn. Or make all batches a multiple of the number of ranks (drop_last=True), or call "
-    "lockstep.backward(loss, mean_over=n), where n is the number of samples in the mean on this rank."
+    "ranks.\nGive the model a tensor of one batch, or a view of it; or compute what it is given where batches are "
+    "made, in the data set or collate_fn. Or make all batches a multiple of the number of ranks (drop_last=True), or "
+    "call lockstep.backward(loss, mean_over=n), where n is the number of samples in the mean on this rank."
 )
 
 parts = BatchParts()

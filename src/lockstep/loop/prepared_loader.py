@@ -1,4 +1,4 @@
-"""`PreparedLoader`: a script's own loader, whose batches are divided among the ranks. Design: docs/design/prepare.md."""
+"""`PreparedLoader`: a script's own loader, whose batches are divided among ranks. Design: docs/design/prepare.md."""
 
 from __future__ import annotations
 
@@ -66,12 +66,14 @@ class SeededIndices(list[Any]):
         self.seed, self.first = seed, first
 
     def __iter__(self) -> Iterator[Any]:
+        """Yield the indices, each when its sample is about to be read."""
         # By the position: an index may be there twice, and need not be a number.
         for position, index in enumerate(super().__iter__(), self.first):
             seed_cpu(mix(self.seed, position))
             yield index
 
     def __reduce__(self) -> Any:
+        """Pickle it without a call of ``__iter__``, which seeds."""
         return SeededIndices, (self[:], self.seed, self.first)
 
 
@@ -89,6 +91,7 @@ class DividedCollate:
         self._collate, self._rank, self._world_size = collate, rank, world_size
 
     def __call__(self, samples: list[Any]) -> StreamBatch:
+        """Return this rank's part of ``samples``, and what is compared between ranks."""
         part = cut(len(samples), self._world_size, self._rank)
         places = {0, len(samples) // 3, 2 * len(samples) // 3, len(samples) - 1}
         compared = [_in_short(samples[place]) for place in sorted(places)]
@@ -130,12 +133,14 @@ class Pass:
         resumed: The state that it was loaded from.
         after: The states of the generators after the first batch.
         num_returned: Batches, with those that the process before had returned.
+        draws_seed: Whether the seed of loader processes is drawn; not if they persist.
         numbers: Of those that this process has returned.
         wholes: The global batches of which it has read lists or samples.
         digest: Of these.
         num_trained: See `Progress.num_trained`, when the newest batch was returned.
         is_settled: Whether it has been decided if it counts.
         has_grad: Whether gradients were enabled at its begin.
+        num_forwards: Of prepared models, before it.
     """
 
     reading: Reading
@@ -144,8 +149,10 @@ class Pass:
     resumed: dict[str, Any] | None
     num_trained: int
     has_grad: bool
+    num_forwards: int
     after: list[Any] | None = None
     num_returned: int = 0
+    draws_seed: bool = True
     numbers: list[int] = field(default_factory=list)
     wholes: list[GlobalBatch] = field(default_factory=list)
     digest: int = 0
@@ -161,10 +168,11 @@ class Progress(BatchSource):
     """The position of a loader, and the random state of its samplers.
 
     [Note: when a pass counts]
-    A pass that was left counts, as in the script without `prepare`: the next one has another order. But a rank may look at
-    one batch alone, such as to show it, which must not give it another order than the others have. So a pass of which one
-    batch was read is undone at the begin of the next one, if no prepared model was trained since, and nothing else has
-    drawn random numbers. It is also undone when an evaluation begins (a pass over another loader under no_grad).
+    A pass that was left counts, as in the script without `prepare`: the next one has another order. But a rank may look
+    at one batch alone, such as to show it, which must not give it another order than the others have. So a pass of
+    which one batch was read is undone at the begin of the next one, if no prepared model was trained since, and nothing
+    else has drawn random numbers. It is also undone when an evaluation begins (a pass over another loader under
+    no_grad).
 
     Attributes:
         loader: The loader that was prepared.
@@ -197,7 +205,7 @@ class Progress(BatchSource):
     @staticmethod
     def num_trained() -> int:
         """Return a number that changes when a prepared model trains."""
-        return parts.num_forwards + sum(model.reducer.num_forwards for model in models)
+        return parts.num_training_forwards + sum(model.reducer.num_forwards for model in models)
 
     def states(self) -> list[Any]:
         """Return the states of what its samplers draw from."""
@@ -213,7 +221,7 @@ class Progress(BatchSource):
         """Begin a pass: decide if the one before counts, and set the generators to its begin."""
         if not torch.is_grad_enabled():
             for other in list(_progresses):
-                if other is not self:
+                if other is not self and other.newest not in other.open:
                     other.undo_look()
         if not self.undo_look() and self.newest is not None and not self.newest.is_settled:
             self.newest.is_settled = True
@@ -225,7 +233,8 @@ class Progress(BatchSource):
         begin = resumed["begin"] if resumed else before
         if resumed:
             self.set_states(begin)
-        this = Pass(reading, begin, before, resumed, self.num_trained(), torch.is_grad_enabled())
+        num_trained = self.num_trained()
+        this = Pass(reading, begin, before, resumed, num_trained, torch.is_grad_enabled(), parts.num_forwards)
         this.num_returned, this.digest = this.skip, self.seed & 0xFFFF
         self.newest = this
         return this
@@ -262,7 +271,7 @@ class Progress(BatchSource):
             share, kind, whole.digest & 0xFFFF, f"batch {number} of epoch {self.epoch} of {self.name}", self
         )
 
-    # --- state ---------------------------------------------------------------------------------------------------------
+    # --- state --------------------------------------------------------------------------------------------------------
 
     def _fits(self) -> dict[str, Any]:
         """Return what a state fits."""
@@ -289,11 +298,12 @@ class Progress(BatchSource):
         now, resumed = self.states(), self.resumed
         place = {"epoch": self.epoch, "seed": self.seed, "now": now, "fits": self._fits()}
         if this is None and resumed:
-            return place | {key: resumed[key] for key in ("batch", "begin", "digest")}
+            return place | {key: resumed[key] for key in ("batch", "begin", "digest", "draws_seed")}
         if this is None:
-            return place | {"batch": 0, "begin": now, "digest": 0}
+            return place | {"batch": 0, "begin": now, "digest": 0, "draws_seed": True}
         digest = this.wholes[this.num_returned - 1].digest if this.num_returned and this.wholes else 0
-        return place | {"batch": this.num_returned, "begin": this.begin, "digest": digest}
+        seed = {"draws_seed": this.resumed["draws_seed"] if this.resumed else this.draws_seed}
+        return place | seed | {"batch": this.num_returned, "begin": this.begin, "digest": digest}
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue there in the next pass.
@@ -349,21 +359,22 @@ class Division:
         self._replay()
 
     def _skip(self, lists: Iterator[Any], this: Pass) -> None:
-        progress, states = self._progress, None
+        progress = self._progress
         if this.resumed is None or len(this.wholes) >= this.skip:
             return
+        if not this.resumed["draws_seed"]:  # as this process has done, which has new loader processes
+            progress.set_states(this.begin)
         while len(this.wholes) < this.skip and self._read(lists, this) is not None:
-            states = states or progress.states()
+            pass
         if this.digest & 0xFFFF != this.resumed["digest"]:
             raise ConfigurationError(
-                f"{progress.name} cannot go on at batch {this.skip}: its sampler gives other samples than before it was "
-                "saved, so some would be left out and others would be read twice.\nLet it draw from torch's generator, "
-                "random or numpy.random, or from a generator that is an attribute of the sampler; or give the sampler "
-                "state_dict() and load_state_dict(); or save between epochs."
+                f"{progress.name} cannot go on at batch {this.skip}: its sampler gives other samples than before it "
+                "was saved, so some would be left out and others would be read twice.\n"
+                "Let it draw from torch's generator, random or numpy.random, or from a generator that is an attribute "
+                "of the sampler; or give the sampler state_dict() and load_state_dict(); or save between epochs."
             )
-        # If the lists after the first draw nothing, it goes on with the states at the save: others have drawn since.
-        if states is not None and checksum(states) == checksum(progress.states()):
-            progress.set_states(this.resumed["now"])
+        if progress.draws_once:  # since then others have drawn, up to the save
+            draws.set_states(this.resumed["now"][0])
 
     def _read(self, lists: Iterator[Any], this: Pass) -> list[Any] | None:
         """Return the next list of a pass; None: it is over."""
@@ -408,14 +419,16 @@ class PreparedLoader(data.DataLoader[Any]):
     It is a copy of the loader, of a class derived from the loader's: attributes, methods and an ``__iter__`` of its own
     are kept, and may be changed. The data set, the samplers and ``collate_fn`` are the script's objects.
 
-    Every rank reads the same lists of indices from the batch sampler, and loads its part of each; of a stream, every rank
-    reads all samples. On several ranks, each sample has random numbers of its own, the same on any number of ranks and
-    workers. The gradients of prepared models are weighted by the samples of the part that a forward was given. A rank
-    without a part gets a sample that does not count if the pass may train: gradients are enabled, and a prepared model is
-    in training mode, or the loader has trained before or shuffles, or nothing has trained yet. Else it gets no batch.
+    Every rank reads the same lists of indices from the batch sampler, and loads its part of each; of a stream, every
+    rank reads all samples. On several ranks, each sample has random numbers of its own, the same on any number of ranks
+    and workers. The gradients of prepared models are weighted by the samples of the part that a forward was given. A
+    rank
+    without a part gets a sample that does not count if the pass may train: gradients are enabled, and a prepared model
+    is in training mode; or all are in evaluation mode, but have trained in it with this loader, or not yet. Else it
+    gets no batch. So evaluate under ``torch.no_grad()``.
 
-    ``batch_size`` and ``len()`` are those of all ranks together. A pass that was left counts; but a single rank may look at
-    one batch, if nothing is trained before the next pass.
+    ``batch_size`` and ``len()`` are those of all ranks together. A pass that was left counts; but a single rank may
+    look at one batch, if nothing is trained before the next pass.
 
     Attributes:
         progress: The position.
@@ -435,6 +448,7 @@ class PreparedLoader(data.DataLoader[Any]):
         own, progress, division = vars(self), self.progress, self._division
         this = progress.begin_pass(parts.begin(self))
         is_stream = isinstance(self.dataset, data.IterableDataset)
+        this.draws_seed = own.get("_iterator") is None
         kept = {name: own[name] for name in ("batch_sampler", "collate_fn")}
         division.this = this
         if is_stream and progress.world_size > 1:
@@ -451,7 +465,7 @@ class PreparedLoader(data.DataLoader[Any]):
         if this.resumed and not is_stream:
             division.replay()
         elif this.resumed and self.num_workers:
-            progress.set_states(this.resumed["now"])
+            draws.set_states(this.resumed["now"][0])
         return self._run(batches, this)
 
     def _reread(self, iterator: Any) -> Iterator[Any]:
@@ -465,7 +479,7 @@ class PreparedLoader(data.DataLoader[Any]):
         if unread is None:
             raise ConfigurationError(
                 f"{self.progress.name} holds an iterator that has begun to read, or whose loader processes have, so "
-                "prepare() cannot divide its batches.\nMake the iterator after prepare(), such as in the first __iter__."
+                "prepare() cannot divide its batches.\nMake the iterator after prepare(), as in the first __iter__."
             )
         return self._run(unread, this)
 
@@ -524,10 +538,15 @@ class PreparedLoader(data.DataLoader[Any]):
             return True
         if not (this.has_grad or torch.is_grad_enabled()):
             return False
-        if any(model.training for model in models) or self.progress.has_trained:
+        if any(model.training for model in models):
             return True
-        has_trained = any(model.reducer.num_backwards for model in models)
-        return bool(models) and (self.progress.is_shuffled or not has_trained)
+        # In evaluation mode: a frozen batch norm or dropout, or an evaluation without no_grad.
+        trained = [model.reducer for model in models if model.reducer.num_backwards]
+        if not trained and parts.num_forwards > this.num_forwards:  # nothing has come of the batches before
+            return False
+        in_evaluation_mode = any(reducer.trains_in_evaluation_mode for reducer in trained)
+        progress = self.progress
+        return bool(models) and (not trained or (in_evaluation_mode and (progress.has_trained or progress.is_shuffled)))
 
     def _follow(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield what the loader's own ``__iter__`` makes of the parts."""
@@ -539,9 +558,10 @@ class PreparedLoader(data.DataLoader[Any]):
                     part = parts.of_batch(batch, inner) if inner else None
                     if part is None:
                         raise ConfigurationError(
-                            f"{progress.name} has an __iter__ that does not read from DataLoader.__iter__, so prepare() "
-                            "cannot divide its batches.\nCall super().__iter__() in it, or leave the loader out of "
-                            "prepare() and give each rank its samples with lockstep.DistributedSampler."
+                            f"{progress.name} has an __iter__ that does not read from DataLoader.__iter__, so "
+                            "prepare() cannot divide its batches.\n"
+                            "Call super().__iter__() in it, or leave the loader out of prepare() and give each rank its "
+                            "samples with lockstep.DistributedSampler."
                         )
                     parts.returned(outer, part, batch)
                 yield batch
@@ -557,8 +577,8 @@ class PreparedLoader(data.DataLoader[Any]):
 
         Args:
             outputs: What this rank computed from each batch that it got, in order; such as a list of predictions, or of
-                pairs of predictions and labels. Each is a tensor, an array or a list, with an item for each sample of the
-                batch; or a tuple or dict of these.
+                pairs of predictions and labels. Each is a tensor, an array or a list, with an item for each sample of
+                the batch; or a tuple or dict of these.
 
         Returns:
             One such output for all samples; arrays become tensors, which are on this rank's device.
@@ -585,7 +605,8 @@ class PreparedLoader(data.DataLoader[Any]):
         for rank, (problem, batches, _) in enumerate(everyones):
             if problem:
                 raise ConfigurationError(
-                    f"Rank {rank}: {problem}.\nGive a list with one output for each batch, which has an item for each sample."
+                    f"Rank {rank}: {problem}.\n"
+                    "Give a list with one output for each batch, which has an item for each sample."
                 )
             if batches != everyones[0][1]:
                 raise ConfigurationError(
@@ -613,9 +634,9 @@ class PreparedLoader(data.DataLoader[Any]):
         state = self.progress.state()
         if self._is_followed and (state["batch"] or self.progress.open):
             raise ConfigurationError(
-                f"{self.progress.name} has an __iter__ of its own, which may read ahead of the batches that it returns, so "
-                "the position in the middle of a pass is not known.\nSave between epochs, or do in the data set or "
-                "collate_fn what it does."
+                f"{self.progress.name} has an __iter__ of its own, which may read ahead of the batches that it "
+                "returns, so the position in the middle of a pass is not known.\n"
+                "Save between epochs, or do in the data set or collate_fn what it does."
             )
         return state
 

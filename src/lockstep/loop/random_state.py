@@ -98,10 +98,11 @@ class Draws:
     """What samplers draw from on several ranks: copies of rank zero's generators, which nothing else draws from.
 
     [Note: the order of samples of a script]
-    Samplers draw from the default generators, as models do. But dropout has other random numbers on each rank, and draws
-    more of them for larger parts. So on several ranks the samplers of all prepared loaders draw from one copy of rank
-    zero's generators, taken in `prepare`; and so does a stream that this process reads. If nothing else draws, these are
-    the numbers of the script without `prepare`. A single rank has no copies: its samplers draw what they would.
+    Samplers draw from the default generators, as models do. But dropout has other random numbers on each rank, and
+    draws more of them for larger parts. So on several ranks the samplers of all prepared loaders draw from one copy of
+    rank zero's generators, taken in `prepare`; and so does a stream that this process reads. If nothing else draws,
+    these are the numbers of the script without `prepare`. A single rank has no copies: its samplers draw what they
+    would.
     """
 
     def __init__(self) -> None:

@@ -162,6 +162,7 @@ class Reducer:
         scaling: Of the gradients of the newest forward, if it is known which batch it was given.
         num_forwards: Number of forwards with a synchronised backward.
         num_backwards: Grows with each backward that an output of the wrapper has seen.
+        trains_in_evaluation_mode: Whether the newest backward with a scaling was through a forward in that mode.
         num_steps: Number of synchronised backwards that have begun.
         only_step: The number of the one that ranks without data take part in now; None: they all have data.
         num_buckets_reduced: In the last step.
@@ -192,6 +193,7 @@ class Reducer:
         self._finishing_stream: torch.Stream | None = None
         self._cpu_group: Group | None = None  # see [Note: parameters without a gradient]
         self.scaling: Scaling | None = None
+        self.trains_in_evaluation_mode = False
         self._unscaled: Scaling | None = None  # `scaling`, if the outputs of the forward could not be found
         self._optimizers_in_backward: list[nn.Parameter] | None = None  # None: before the first forward
         self._hooks: list[Any] = []
@@ -392,6 +394,7 @@ class Reducer:
             if scaling is not None:
                 self.weights.parts.add(scaling.part)
                 scaling.part.source.has_trained = True
+                self.trains_in_evaluation_mode = not scaling.in_training_mode
                 if window is not None and scaling.part.share == 0:
                     window.ignore_weight()
             if self.is_collecting or not self.bucket_set.accumulates(functions):
@@ -426,8 +429,8 @@ class Reducer:
             self._abandon_step()
         if arrived is not None and self._unscaled is not None and self._unscaled.part.share != 1:
             raise ConfigurationError(
-                "The backward reached no output of the model that can be found, so the gradients of a part with more or "
-                "fewer samples than those of other ranks cannot be scaled.\n"
+                "The backward reached no output of the model that can be found, so the gradients of a part with more "
+                "or fewer samples than those of other ranks cannot be scaled.\n"
                 "Return all outputs as tensors, or in lists, dicts or dataclasses."
             )
         if self.only_step not in (None, self.num_steps):

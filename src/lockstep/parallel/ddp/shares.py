@@ -2,16 +2,17 @@
 
 [Note: shares]
 A loader that divides global batches knows how the parts of the ranks count: the share of a rank is its number of
-samples, divided by the mean number of all ranks. The gradient of a step is the mean over the ranks of share * g, where g
-is the gradient of the rank's mean loss. The shares of a batch have the mean 1, so the ranks exchange nothing.
+samples, divided by the mean number of all ranks. The gradient of a step is the mean over the ranks of share * g, where
+g is the gradient of the rank's mean loss. The shares of a batch have the mean 1, so the ranks exchange nothing.
 
 The share belongs to a forward, not to a backward: forwards of several batches may end in one loss. So inside the model
 all gradients are share * g, and outside of it they are g. A gradient that enters through an output is multiplied by the
 share; one that leaves through an input (another model's output, an input that requires a gradient) is divided by it.
 Forwards in sequence (an encoder and a decoder, a generator and its judge) are then right, and so is what autograd.grad
 returns for an input. If that gradient is differentiated again (a gradient penalty), this second backward comes into the
-model through the gradient that left: what then flows inside must be share * g again, which it is if neither step changes
-the gradient of the gradient. With the share 0 nothing enters, and nothing leaves: the sample is that of another rank.
+model through the gradient that left: what then flows inside must be share * g again, which it is if neither step
+changes the gradient of the gradient. With the share 0 nothing enters, and nothing leaves: the sample is that of another
+rank.
 
 If the backward has a weight (weighting.py), the weight counts, and the share only says whether it is 0.
 """
@@ -100,13 +101,14 @@ class Scaling:
 
     Args:
         part: Of the batch that the forward was given.
+        in_training_mode: Whether the model was in training mode.
 
     Attributes:
         factor: Of the gradients inside the model, in the newest backward.
     """
 
-    def __init__(self, part: BatchPart) -> None:
-        self.part, self.factor = part, 1.0
+    def __init__(self, part: BatchPart, *, in_training_mode: bool) -> None:
+        self.part, self.in_training_mode, self.factor = part, in_training_mode, 1.0
 
     def of_inputs(self, inputs: Any) -> Any:
         """Return the arguments of the forward, so that gradients are divided when they leave."""

@@ -107,10 +107,11 @@ def refuse_other_data(sums: Sequence[float], name: str) -> None:
     ranks = [str(rank) for rank, distance in enumerate(zip(lower, upper, strict=True), 1) if any(distance)]
     raise ConfigurationError(
         f"The ranks have read different data: in this step, rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} trained on "
-        f"another global batch than rank 0{name and f'; here it was {name}'}.\nEvery rank must read the same samples in "
-        "the same order, and gets its part of them from prepare(). So a data set or sampler must not take a part by "
-        "rank, and must not shuffle with a generator that the ranks seed differently, or weight samples by the losses of "
-        "one rank: use torch's generator, random or numpy.random, or a seed that is equal on all ranks."
+        f"another global batch than rank 0{name and f'; here it was {name}'}.\n"
+        "Every rank must read the same samples in the same order, and gets its part of them from prepare(). So a data "
+        "set or sampler must not take a part by rank, shuffle with a generator that the ranks seed differently, or "
+        "weight samples by the losses of one rank: use torch's generator, random or numpy.random, or a seed that is "
+        "equal on all ranks."
     )
 
 

@@ -356,7 +356,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
             self._agree(int(self.require_backward_grad_sync))
         if self._batches is not None:
             part = self._batches.of_forward((inputs, kwargs), trains=is_training and self.training)
-            scaling = None if part is None else Scaling(part)
+            scaling = None if part is None else Scaling(part, in_training_mode=self.training)
             self.reducer.scaling, self._sync_layers.counts = scaling, part is None or part.share > 0
             inputs, kwargs = (inputs, kwargs) if scaling is None else scaling.of_inputs((inputs, kwargs))
         device = self._input_device
