@@ -126,7 +126,12 @@ class Program:
         """Return whether a refusal is right too."""
         is_derived = self.inputs in DERIVED or self.penalty == "clone" or self.models == "chain, derived"
         is_hidden = self.first.sampler in HIDDEN or self.first.loader != "DataLoader"
-        return self.loop == "cat" or (is_derived and self.loop in AHEAD) or (self.resume is not None and is_hidden)
+        has_two = self.loop in ("choose", "choose by numpy", "alternate")  # whose passes are open together
+        return (
+            self.loop == "cat"
+            or (is_derived and (self.loop in AHEAD or has_two))
+            or (self.resume is not None and is_hidden)
+        )
 
     def kinds(self) -> list[str]:
         """Return what is not simple in it."""
@@ -266,6 +271,11 @@ def _made_right(program: Program, draw: random.Random) -> Program:
         else:
             after = 1 + program.resume.after % (size - 1)
             change["resume"] = dataclasses.replace(program.resume, after=after)
+    evaluate = change.get("evaluate", program.evaluate)
+    plan = change["held" if evaluate.startswith("other") else "first"]
+    if evaluate.endswith(", eval") and (program.in_eval_mode or plan.sizes()[0] < 4):
+        # Nothing tells a first batch without a part from one of a training in evaluation mode.
+        change["evaluate"] = evaluate.replace("eval", "no_grad")
     return dataclasses.replace(program, loop=loop, step=step, **change)
 
 

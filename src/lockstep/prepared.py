@@ -18,8 +18,9 @@ from lockstep.data.loader import LoadOptions
 from lockstep.data.order import mix, seed_device
 from lockstep.errors import ConfigurationError, called_by_all
 from lockstep.loop.batch_parts import parts
+from lockstep.loop.passes import models
 from lockstep.loop.prepared_loader import PreparedLoader as PreparedLoader
-from lockstep.loop.prepared_loader import models, prepared_loader
+from lockstep.loop.prepared_loader import prepared_loader
 from lockstep.loop.random_state import draws, kept_states, process_states, share_states
 from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 

@@ -393,7 +393,6 @@ class Reducer:
             self.num_backwards += 1
             if scaling is not None:
                 self.weights.parts.add(scaling.part)
-                scaling.part.source.has_trained = True
                 self.trains_in_evaluation_mode = not scaling.in_training_mode
                 if window is not None and scaling.part.share == 0:
                     window.ignore_weight()

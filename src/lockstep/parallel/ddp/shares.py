@@ -29,16 +29,6 @@ from lockstep.containers import find_tensors, map_tensors
 from lockstep.errors import ConfigurationError
 
 
-class BatchSource:
-    """Where batches come from: a loader.
-
-    Attributes:
-        has_trained: Whether a backward has used one of its batches.
-    """
-
-    has_trained = False
-
-
 class BatchPart(NamedTuple):
     """This rank's part of a global batch.
 
@@ -47,7 +37,6 @@ class BatchPart(NamedTuple):
         kind: 0 if all ranks have the same share, else the size of the global batch; None: not known.
         digest: 16 bits of what all ranks have read for the global batch.
         name: Of the batch, in errors.
-        source: Where it comes from.
         problem: Why the share is not known, if so.
     """
 
@@ -55,7 +44,6 @@ class BatchPart(NamedTuple):
     kind: int | None
     digest: int
     name: str
-    source: BatchSource
     problem: str = ""
 
 

@@ -126,11 +126,10 @@ class Updates:
         local = {index: self._bucket_set.parameters[index].grad for index in indices if index in used}
         if all_zero(gradient for gradient in local.values() if gradient is not None):
             return
-        model = "the model that prepare() has returned" if self.is_strict else "the wrapped model"
         message = (
             f"{self._name(optimizer)} uses gradients that were not averaged over the ranks, first that of parameter "
             f"{self._bucket_set.names[min(local)]}.\nRun the last forward and backward before a step outside of "
-            f"no_sync(), and with {model}, not with its .module."
+            "no_sync(), and not through .module." + " Train the model that prepare() has returned." * self.is_strict
         )
         may_be_averaged = num_calls() != self._num_calls  # by the script
         if self.is_strict or (self._accumulates and not may_be_averaged):
