@@ -179,20 +179,18 @@ def add_digests(digests, dtype):
 def test_the_sum_names_the_ranks_that_have_read_other_data(dtype):
     for digests in ([0xFFFF] * 300, [0] * 10, [0x1234]):
         refuse_other_data(add_digests(digests, dtype), "")
-    for digests, name, ranks, here in [
-        ([0xFFFF, 0xFFFE], "", "rank 1", ""),
-        ([7] * 299 + [0x0107], "batch 3", "rank 299", "; here it was batch 3"),
-        ([0xFF00, 0xFF00, 0x00FF, 0, 0xFF00], "", "ranks 2, 3", ""),
+    for digests, name, text in [
+        ([0xFFFF, 0xFFFE], "", "rank 1 trained on another global batch than rank 0."),
+        ([7] * 299 + [0x0107], "b 3", "rank 299 trained on another global batch than rank 0; here it was b 3."),
+        ([0xFF00, 0xFF00, 0x00FF, 0, 0xFF00], "", "ranks 2, 3 trained on another global batch than rank 0."),
     ]:
         with pytest.raises(ConfigurationError) as caught:
             refuse_other_data(add_digests(digests, dtype), name)
         assert str(caught.value) == (
-            f"The ranks have read different data: in this step, {ranks} trained on another global batch than rank 0{here}"
-            ".\n"
-            "Every rank must read the same samples in the same order, and gets its part of them from prepare(). So a data "
-            "set or sampler must not take a part by rank, and must not shuffle with a generator that the ranks seed "
-            "differently, or weight samples by the losses of one rank: use torch's generator, random or numpy.random, or "
-            "a seed that is equal on all ranks."
+            f"The ranks have read different data: in this step, {text}\nEvery rank must read the same samples in the "
+            "same order, and gets its part of them from prepare(). So a data set or sampler must not take a part by "
+            "rank, and must not shuffle with a generator that the ranks seed differently, or weight samples by the losses "
+            "of one rank: use torch's generator, random or numpy.random, or a seed that is equal on all ranks."
         )
 
 
