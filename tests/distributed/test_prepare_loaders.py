@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import (
     DataLoader,
@@ -20,14 +21,13 @@ from torch.utils.data import (
 )
 
 import lockstep
-from lockstep.comm.world import World
 from tests.distributed.scripts import OTHER_DATA_ADVICE, on_ranks, other_data, plain, weights, wrong
 
 NUMBERS = TensorDataset(torch.arange(24).double()[:, None])
 
 
 def rank_and_size(prepare):
-    return (0, 1) if prepare is plain else (World.opened.rank, World.opened.world_size)
+    return (0, 1) if prepare is plain else (dist.get_rank(), dist.get_world_size())
 
 
 def training(make_loader, num_epochs=2, after=lambda loss, loader: None):
@@ -160,7 +160,16 @@ class ReadsAtOnce(ReadsAtOnceOnly):
         raise RuntimeError("one query for each sample is refused")
 
 
+def first(number):
+    return TensorDataset(NUMBERS.tensors[0][:number])
+
+
 SOUND = {
+    **{
+        f"{kind.__name__} of {size}": training(lambda *_, kind=kind, size=size: kind(first(size), 4))
+        for kind in (Doubling, MultiEpochs)
+        for size in (1, 2, 3, 9)
+    },
     "stream": training(lambda *place: DataLoader(Stream("whole", *place), 5)),
     "sampler with a seed": training(lambda *_: DataLoader(NUMBERS, 5, sampler=Private(7))),
     "changes batches": training(lambda *_: Doubling(NUMBERS, 5, shuffle=True)),
@@ -185,9 +194,9 @@ def read(make_loader, read_all):
         epochs = read_all(loader)
         if prepare is plain:
             return [sorted(each) for each in epochs]
-        everyones = [None] * World.opened.world_size
-        torch.distributed.all_gather_object(everyones, epochs)
-        return [sorted(sum((found[epoch] for found in everyones), [])) for epoch in range(len(epochs))]
+        everyones = [None] * dist.get_world_size()
+        dist.all_gather_object(everyones, epochs)
+        return [sorted(number for part in parts for number in part) for parts in zip(*everyones, strict=True)]
 
     return run
 
@@ -236,7 +245,7 @@ def two_epochs(loader):
 
 def steps_of_next_iter(loader):
     """A batch a step, with a training step, so that no pass is only looked at."""
-    net = lockstep.prepare(nn.Linear(1, 1).double()) if World.opened else nn.Linear(1, 1).double()
+    net = lockstep.prepare(nn.Linear(1, 1).double()) if dist.is_initialized() else nn.Linear(1, 1).double()
     found = []
     for _ in range(6):
         (x,) = next(iter(loader))
@@ -357,7 +366,7 @@ def test_outputs_that_do_not_fit_the_batches(ranks):
         "too few": lambda outputs: outputs[:-1],
         "means": lambda outputs: [each.mean() for each in outputs],
         "too long": lambda outputs: [torch.cat([each, each[:1]]) for each in outputs],
-        "on rank 1": lambda outputs: outputs[: 5 - World.opened.rank],
+        "on rank 1": lambda outputs: outputs[: 5 - dist.get_rank()],
     }
     scripts = {name: lambda prepare, change=change: run(prepare, change) for name, change in changes.items()}
     name = "DataLoader of TensorDataset (argument 1 of prepare)"
