@@ -6,7 +6,6 @@ import random
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, Sampler, TensorDataset
 
 import lockstep
@@ -109,54 +108,52 @@ LOADERS = {
 }
 
 
-def read(world, make_loader, state=None, stop=None, seed=3, num_epochs=3):
-    """Return the batches that the ranks read together, with their numbers, and the state after the batch ``stop``."""
+def read(world, make_loader, state=None, stop=None, seed=3):
+    """Return this rank's batches of three epochs, with their numbers, and the state after the batch ``stop``."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
-    loader, seen = make_loader() if world is None else lockstep.prepare(make_loader()), []
+    loader, seen = lockstep.prepare(make_loader()), []
     if state is not None:
         loader.load_state_dict(state)
-    while world is not None and loader.epoch < num_epochs:
+    while loader.epoch < 3:
         for (x,) in loader:
-            everyones = [None] * world.world_size
-            dist.all_gather_object(everyones, x.tolist() if x.numel() else [])
-            seen.append([loader.epoch, loader.batch, everyones])
+            seen.append([(loader.epoch, loader.batch), x.tolist()])
             if stop == (loader.epoch, loader.batch):
                 return seen, loader.state_dict()
-    for epoch in range(num_epochs) if world is None else ():
-        seen += [[epoch, number, x.tolist()] for number, (x,) in enumerate(loader)]
     return seen, None
 
 
-def joined(batches, sizes):
-    """Return the global batches; a rank without a part has read the first sample."""
-    found = []
-    for epoch, batch, parts in batches:
-        samples = [each for part in parts for each in part]
-        found.append([epoch, batch, samples[: sizes[batch]]])
-    return found
+def read_plain(make_loader):
+    torch.manual_seed(3)
+    loader = make_loader()
+    return [[(epoch, number), x.tolist()] for epoch in range(3) for number, (x,) in enumerate(loader)]
+
+
+def joined(everyones):
+    """Return the global batches of all ranks; some have no part of a batch."""
+    found = {}
+    for place, samples in (each for seen in everyones for each in seen):
+        found.setdefault(place, []).extend(samples)
+    return [[place, found[place]] for place in sorted(found)]
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 3), (3, 1), (1, 2)])
 def test_a_resumed_pass_goes_on_in_the_order_of_the_plain_script(ranks, before, after):
     def start(world):
-        return {name: read(world, make, stop=(1, 1)) for name, make in LOADERS.items()}
+        return {name: read(world, make, stop=(1, 2)) for name, make in LOADERS.items()}
 
     def resume(world, states):
         return {name: read(world, make, state=states[name], seed=99) for name, make in LOADERS.items()}
 
-    started = ranks(before)(start)[0]
-    resumed = ranks(after)(resume, {name: state for name, (_, state) in started.items()})[0]
+    started = ranks(before)(start)
+    resumed = ranks(after)(resume, {name: state for name, (_, state) in started[0].items()})
     for name, make in LOADERS.items():
-        plain, _ = read(None, make)
-        sizes = [len(x) for _, _, x in plain[: len(plain) // 3]]
-        found = joined(started[name][0] + resumed[name][0], sizes)
-        assert found == plain, name
+        first, second = (joined([found[name][0] for found in everyones]) for everyones in (started, resumed))
+        assert first + second == read_plain(make), name
 
 
-def of_tensors(number=1):
-    return f"DataLoader of TensorDataset (argument {number} of prepare)"
+OF_TENSORS = "DataLoader of TensorDataset (argument 1 of prepare)"
 
 
 @pytest.mark.parametrize("make", [lambda: Hidden(2), ByEpoch], ids=["hidden", "counts epochs"])
@@ -173,10 +170,10 @@ def test_a_sampler_that_cannot_be_replayed(ranks, make):
         return [x.tolist() for (x,) in resumed]
 
     expected = (
-        f"{of_tensors()} cannot go on at batch 2: its sampler gives other samples than before it was saved, so some would "
-        "be left out and others would be read twice.\nLet it draw from torch's generator, random or numpy.random, or from "
-        "a generator that is an attribute of the sampler; or give the sampler state_dict() and load_state_dict(); or save "
-        "between epochs."
+        f"{OF_TENSORS} cannot go on at batch 2: its sampler gives other samples than before it was saved, so some "
+        "would be left out and others would be read twice.\nLet it draw from torch's generator, random or "
+        "numpy.random, or from a generator that is an attribute of the sampler; or give the sampler state_dict() and "
+        "load_state_dict(); or save between epochs."
     )
     for num_ranks in (1, 2, 3):
         assert on_ranks(ranks, num_ranks, {"": run}) == {"": [expected] * num_ranks}
@@ -199,8 +196,9 @@ def test_a_loader_with_other_settings(ranks):
     for num_ranks in (1, 2, 3):
         assert on_ranks(ranks, num_ranks, scripts) == {
             name: [
-                f"{of_tensors()} has another {name} than the one that was saved: {what}.\nThe position in its order would "
-                "be another sample. Load it into a loader with the same data and settings, on any number of ranks."
+                f"{OF_TENSORS} has another {name} than the one that was saved: {what}.\nThe position in its order "
+                "would be another sample. Load it into a loader with the same data and settings, on any number of "
+                "ranks."
             ]
             * num_ranks
             for name, (_, what) in others.items()
@@ -208,7 +206,7 @@ def test_a_loader_with_other_settings(ranks):
 
 
 SEVERAL_LOOPS = (
-    f"Several loops read {of_tensors()} now, each at another batch, so it has no position.\n"
+    f"Several loops read {OF_TENSORS} now, each at another batch, so it has no position.\n"
     "Save outside of the inner loop, or give each loop a loader of its own."
 )
 
