@@ -435,3 +435,46 @@ def test_a_forward_of_the_model_that_was_not_prepared(ranks):
                 "through .module."
                 for rank in range(num_ranks)
             ]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_pass_within_a_pass_over_the_same_loader(ranks, num_ranks, trains):
+    def run(prepare):
+        torch.manual_seed(0)
+        net = nn.Linear(1, 1).double()
+        loader = DataLoader(TensorDataset(torch.arange(12).double()[:, None]), 6, shuffle=True)
+        net, loader = prepare(net, loader)
+        found = []
+        for (outer,) in loader:
+            for (inner,) in loader:
+                found += [outer.sum().item(), inner.sum().item()]
+                if trains:
+                    net(inner).mean().backward()
+        return found
+
+    for found in zip(*on_ranks(ranks, num_ranks, {"": run})[""], run(plain), strict=True):
+        assert sum(found[:-1]) == found[-1]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_look_at_another_loader_before_training_on_computed_inputs(ranks, num_ranks):
+    """Such as to show some samples."""
+
+    def looking(step, first, second):
+        next(iter(second))
+        for batch in first:
+            step(batch)
+
+    def evaluated(step, first, second):
+        for batch in first:
+            step(batch)
+        with torch.no_grad():  # by a model that is not prepared, such as an average of the weights
+            for _ in second:
+                pass
+
+    scripts = {
+        name: script(loop, 13, 5, change=lambda x: x / 2)
+        for name, loop in {"looking": looking, "evaluated": evaluated}.items()
+    }
+    assert wrong(ranks, num_ranks, scripts) == {}

@@ -259,6 +259,25 @@ def test_a_position_after_an_inner_loop_is_that_of_the_outer_one_or_refused(rank
         assert set(ranks(num_ranks)(run)) <= {True, SEVERAL_LOOPS}
 
 
+def test_an_iterator_that_is_held_after_a_look_does_not_hide_the_position(ranks):
+    """As in torch's tutorials: ``iterator = iter(loader); images, labels = next(iterator)``, and later the training."""
+
+    def run(world):
+        torch.manual_seed(3)
+        loader = lockstep.prepare(DataLoader(NUMBERS, 5, shuffle=True))
+        iterator = iter(loader)
+        next(iterator)
+        batches = iter(loader)
+        next(batches), next(batches)
+        state = loader.state_dict()
+        rest = [x.tolist() for (x,) in batches]
+        loader.load_state_dict(state)
+        return state["batch"], rest == [x.tolist() for (x,) in loader]
+
+    for num_ranks in (1, 2):
+        assert ranks(num_ranks)(run) == [(2, True)] * num_ranks
+
+
 def test_the_number_of_the_batch(ranks):
     def run(world):
         torch.manual_seed(3)
