@@ -16,6 +16,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
+    Sampler,
     TensorDataset,
     WeightedRandomSampler,
     get_worker_info,
@@ -23,6 +24,7 @@ from torch.utils.data import (
 )
 
 import lockstep
+from lockstep import prepared
 from lockstep.errors import ConfigurationError
 
 
@@ -148,21 +150,27 @@ def test_weights_are_those_of_the_script_without_it(ranks, name):
 
 
 def test_each_sample_has_its_random_numbers(ranks):
+    def run(world, num_workers):
+        prepared._num_calls = 0  # as in a fresh process; the ranks of the pool have called prepare before
+        return Script(data=Noisy, loader={"num_workers": num_workers})(world)
+
     found = [
-        weights
-        for num_workers in (0, 2)
-        for num_ranks in (1, 2, 3)
-        for weights in ranks(num_ranks)(Script(data=Noisy, loader={"num_workers": num_workers}))
+        weights for num_workers in (0, 2) for num_ranks in (2, 3) for weights in ranks(num_ranks)(run, num_workers)
     ]
     for weights in found:
         assert (weights - found[0]).abs().max() < 1e-12
+    script = Script(data=Noisy)  # a single rank draws what the script draws without it
+    assert (ranks(1)(script)[0] - script()).abs().max() < 1e-12
 
 
 def test_dropout_changes_no_order_and_differs_between_ranks(ranks):
-    def run(world):
+    def run(world, drops=True):
         torch.manual_seed(3)
-        model = nn.Sequential(nn.Linear(1, 50), nn.Dropout(0.5), nn.Linear(50, 1))
-        model, loader = lockstep.prepare(model, DataLoader(TensorDataset(torch.arange(22.0)), 6, shuffle=True))
+        dropout = nn.Dropout(0.5) if drops else nn.Identity()
+        model = nn.Sequential(nn.Linear(1, 50), dropout, nn.Linear(50, 1))
+        loader = DataLoader(TensorDataset(torch.arange(22.0)), 6, shuffle=True)
+        if world:
+            model, loader = lockstep.prepare(model, loader)
         seen = []
         for _ in range(3):
             for (x,) in loader:
@@ -170,15 +178,65 @@ def test_dropout_changes_no_order_and_differs_between_ranks(ranks):
                 seen.append(x.tolist())
         return seen, torch.rand(4).tolist()
 
-    torch.manual_seed(3)
-    _ = nn.Sequential(nn.Linear(1, 50), nn.Linear(50, 1))
-    plain = DataLoader(TensorDataset(torch.arange(22.0)), 6, shuffle=True)
-    expected = [batch.tolist() for _ in range(3) for (batch,) in plain]
-    for num_ranks in (1, 2, 3):
+    assert ranks(1)(run) == [run(None)]
+    expected, _ = run(None, drops=False)
+    for num_ranks in (2, 3):
         outcomes = ranks(num_ranks)(run)
         parts = zip(*(seen for seen, _ in outcomes), strict=True)
         assert [[each for part in step for each in part] for step in parts] == expected
         assert len({str(numbers) for _, numbers in outcomes}) == num_ranks
+
+
+class Drawn(Sampler):
+    """Draws from `random` and numpy."""
+
+    def __len__(self):
+        return 12
+
+    def __iter__(self):
+        for _ in range(12):
+            yield (random.randrange(12) + int(np.random.randint(12))) % 12
+
+
+class Draws(Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return torch.tensor([float(index), torch.rand(()), random.random(), np.random.rand()])
+
+
+def test_samplers_and_samples_leave_the_generators_of_training(ranks):
+    def states():
+        return torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())
+
+    def run(world):
+        torch.manual_seed(world.rank)
+        random.seed(world.rank)
+        np.random.seed(world.rank)
+        loader = lockstep.prepare(DataLoader(Draws(), batch_size=4, sampler=Drawn()))
+        seen = []
+        for _ in range(2):
+            iterator = iter(loader)
+            before = states()
+            seen.append([each.tolist() for each in iterator])
+            assert states() == before
+        assert seen[0] != seen[1]
+        return seen, before
+
+    def indices(seen):
+        return [[int(row[0]) for row in batch] for each in seen for batch in each]
+
+    random.seed(0)
+    np.random.seed(0)
+    expected = [list(Drawn()) for _ in range(2)]
+    for num_ranks in (2, 3):
+        outcomes = ranks(num_ranks)(run)
+        parts = zip(*(indices(seen) for seen, _ in outcomes), strict=True)
+        assert [each for step in parts for part in step for each in part] == expected[0] + expected[1]
+        # Afterwards `random` and numpy are equal on all ranks, torch's generator is not.
+        assert len({str(before[1:]) for _, before in outcomes}) == 1
+        assert len({str(before[0]) for _, before in outcomes}) == num_ranks
 
 
 class Generative:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler, TensorDataset
 
 import lockstep
+from lockstep.comm.world import World
 from lockstep.errors import ConfigurationError
 from lockstep.prepared import PreparedLoader
 
@@ -29,10 +30,15 @@ def batches(loader):
     return [x.tolist() for (x,) in loader]
 
 
-def test_without_a_world():
-    with pytest.raises(ConfigurationError) as caught:
-        lockstep.prepare(nn.Linear(1, 1))
-    assert str(caught.value) == "This process has no process group.\nCall lockstep.init(), which makes one."
+def test_without_a_world_it_opens_one():
+    assert World.opened is None
+    try:
+        model = lockstep.prepare(nn.Linear(1, 1))
+        assert (World.opened.rank, World.opened.world_size) == (0, 1)
+        assert isinstance(model, lockstep.DistributedDataParallel)
+    finally:
+        if World.opened is not None:
+            World.opened.close()
 
 
 def test_what_it_returns(world):
@@ -152,17 +158,15 @@ class NoiseStream(torch.utils.data.IterableDataset):
         yield from (torch.rand(()) for _ in range(8))
 
 
-def test_processes_that_read_a_stream_know_the_epoch(world):
-    def run(looks):
+def test_a_process_that_stays_reads_a_stream_as_in_the_plain_script(world):
+    def run(use):
         torch.manual_seed(7)
-        loader = torch.utils.data.DataLoader(NoiseStream(), 4, num_workers=1, persistent_workers=True)
-        loader = lockstep.prepare(loader)
-        if looks:
-            next(iter(loader))
+        loader = use(DataLoader(NoiseStream(), 4, num_workers=1, persistent_workers=True))
         return [[x.tolist() for x in loader] for _ in range(2)]
 
-    epochs = run(looks=True)
-    assert epochs == run(looks=False) and epochs[0] != epochs[1]
+    epochs = run(lockstep.prepare)
+    assert epochs == run(lambda loader: loader)
+    assert epochs[0] != epochs[1]
 
 
 def test_prepared_again_each_epoch_has_other_orders(world):
@@ -184,32 +188,36 @@ class Own(Sampler):
             yield random.randrange(self.size) + int(np.random.randint(2)) * 0
 
 
-def test_samplers_and_samples_leave_the_generators_of_training(world):
+def states():
+    return torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())
+
+
+@pytest.mark.parametrize("in_batches", [False, True])
+def test_one_rank_draws_what_the_plain_script_draws(world, in_batches):
     class Draws(TensorDataset):
         def __getitem__(self, index):
-            return torch.rand(1) + random.random() + np.random.rand()
+            return super().__getitem__(index)[0] + torch.rand(1) + random.random() + np.random.rand()
 
-    def states():
-        return torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())
-
-    loader = lockstep.prepare(DataLoader(Draws(torch.arange(12)), batch_size=4, sampler=Own(12)))
-    passes = []
-    for _ in range(2):
-        iterator = iter(loader)
-        before = states()
-        passes.append([each.tolist() for each in iterator])
-        assert states() == before
-    assert passes[0] != passes[1]
-
-
-def test_samplers_that_use_other_generators_are_the_same_in_each_run(world):
-    def run(seed):
+    def run(use):
         torch.manual_seed(3)
-        random.seed(seed)
-        sampler = BatchSampler(Own(12), 4, drop_last=False)
-        return batches(lockstep.prepare(DataLoader(TensorDataset(torch.arange(12.0)), batch_sampler=sampler)))
+        random.seed(4)
+        np.random.seed(5)
+        sampler = {"batch_sampler": BatchSampler(Own(12), 4, drop_last=False)} if in_batches else {"sampler": Own(12)}
+        settings = sampler if in_batches else sampler | {"batch_size": 4}
+        model, loader = nn.Dropout(0.5), use(DataLoader(Draws(torch.arange(12)), **settings))
+        seen = [[model(batch).tolist(), random.random()] for _ in range(2) for batch in loader]
+        return seen, states()
 
-    assert run(0) == run(1)
+    found, plain = run(lockstep.prepare), run(lambda loader: loader)
+    assert found == plain
+    assert len({str(batch) for batch in found[0]}) == 6
+
+
+def test_prepare_draws_nothing_on_one_rank(world):
+    before = states()
+    lockstep.prepare(nn.Linear(1, 1).requires_grad_(False), loader_of(8, shuffle=True))
+    after = states()
+    assert after[1:] == before[1:]
 
 
 def test_keys_that_are_no_numbers(world):

@@ -19,9 +19,11 @@ from lockstep.parallel.ddp.weighting import (
     encode_message,
     refuse_apart,
     refuse_missing,
+    refuse_other_data,
 )
 
 CPU = torch.device("cpu")
+NO_DIGESTS = (0.0,) * 8  # two differences for each of 4 ranks
 
 
 class Group:
@@ -48,7 +50,8 @@ def weighed(*weights):
 
 def bucket(weight=1.0, dtype=torch.float64, missing=0.0, **attributes):
     """Return a reduced bucket whose tail says this."""
-    message = None if dtype is None else torch.tensor([weight, 3.0 if weight else 0.0, 0.0, missing], dtype=dtype)
+    numbers = [weight, 3.0 if weight else 0.0, 0.0, missing, 0.0, *NO_DIGESTS]
+    message = None if dtype is None else torch.tensor(numbers, dtype=dtype)
     return mock.Mock(weight_message=message, sent_dtype=dtype, **{"spec.dtype": dtype, **attributes})
 
 
@@ -64,7 +67,7 @@ def scale(each, used, divisor):
 def test_without_weights_gradients_are_divided_by_the_divisor_or_left_to_the_hook():
     each = Weights(Group(), CPU)
     each.num_updates = 1
-    message = (0.0, 0.0, 0.0, 80.0, 0.0)  # rank 1 gave none, and made one update
+    message = (0.0, 0.0, 0.0, 80.0, 0.0, *NO_DIGESTS)  # rank 1 gave none, and made one update
     assert each.scale([0], {0}, 3.0) == GradientScale(1 / 3, 1 / 3, message)
     assert each.scale([0], {0}, None) == GradientScale(1.0, 1.0, message)
     assert each.scale([0], {0}, None, carries=False) == GradientScale(1.0, 1.0)
@@ -72,11 +75,11 @@ def test_without_weights_gradients_are_divided_by_the_divisor_or_left_to_the_hoo
 
 def test_gradients_leave_with_the_latest_weight_over_the_typical_one():
     each, used = weighed(6.0, 2.0)
-    assert scale(each, used, 99.0) == (2 / 4, 8 / 4, (8.0, 1.0, *[0.0] * 3))
-    assert scale(each, used, None) == (2.0, 8.0, (8.0, 1.0, *[0.0] * 3))
+    assert scale(each, used, 99.0) == (2 / 4, 8 / 4, (8.0, 1.0, *[0.0] * 3, *NO_DIGESTS))
+    assert scale(each, used, None) == (2.0, 8.0, (8.0, 1.0, *[0.0] * 3, *NO_DIGESTS))
     assert correction(each, bucket(40.0)) == 4 / 40
     # From now on the typical weight is 10.
-    assert scale(each, used, 99.0) == (2 / 40, 8 / 40, (0.8, 1.0, *[0.0] * 3))
+    assert scale(each, used, 99.0) == (2 / 40, 8 / 40, (0.8, 1.0, *[0.0] * 3, *NO_DIGESTS))
     assert correction(each, bucket(4.0)) == 1.0
     assert correction(each, bucket(5.0)) == 0.8
 
@@ -85,15 +88,17 @@ def test_weights_that_sum_to_zero_change_nothing():
     each, _ = weighed(0.0)
     assert correction(each, bucket(8.0)) == 0.5
     assert correction(each, bucket(0.0)) == 1.0
-    assert each.message() == (0.0, 1.0, *[0.0] * 3)
+    assert each.message() == (0.0, 1.0, *[0.0] * 3, *NO_DIGESTS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_narrow_dtypes_tell_that_there_are_weights_but_not_which(dtype):
     each, _ = weighed(2.0)
-    with mock.patch.object(each, "_exchange", return_value=torch.tensor([8.0, 3.0, 0.0, 0.0])) as exchange:
+    with mock.patch.object(
+        each, "_exchange", return_value=torch.tensor([8.0, 3.0, *[0.0] * 3, *NO_DIGESTS])
+    ) as exchange:
         assert correction(each, bucket(9.0, dtype)) == 0.5
-        exchange.assert_called_once_with((2.0, 1.0, *[0.0] * 3))
+        exchange.assert_called_once_with((2.0, 1.0, *[0.0] * 3, *NO_DIGESTS))
         assert correction(each, bucket(0.0, dtype)) == 1.0
         with pytest.raises(ConfigurationError, match="rank 0 ran a backward without one"):
             correction(each, bucket(8.0, dtype, missing=1.0))
@@ -149,10 +154,44 @@ def test_a_refusal_is_an_error():
 
 
 @pytest.mark.parametrize(("world_size", "length"), [(8, 7), (9, 8)])
-def test_a_message_is_a_weight_two_flags_and_a_number_per_two_ranks(world_size, length):
-    assert encode_message(0, world_size, 2.5, is_weighed=True) == (2.5, 1.0, *[0.0] * (length - 2))
+def test_a_message_is_a_weight_two_flags_a_number_per_two_ranks_and_two_differences_per_rank(world_size, length):
+    none = [0.0] * 2 * world_size
+    assert encode_message(0, world_size, 2.5, is_weighed=True) == (2.5, 1.0, *[0.0] * (length - 2), *none)
     last = encode_message(world_size - 1, world_size, is_missing=True)
-    assert last == (*[0.0] * (length - 1), float(16 ** ((world_size - 1) % 2)))
+    assert last == (*[0.0] * (length - 1), float(16 ** ((world_size - 1) % 2)), *none)
+
+
+def test_a_digest_is_added_at_the_own_rank_and_subtracted_at_the_next():
+    assert encode_message(1, 3, digest=0x0502)[5:] == (0.0, 2.0, -2.0, 0.0, 5.0, -5.0)
+    assert encode_message(2, 3, digest=0x0502)[5:] == (-2.0, 0.0, 2.0, -5.0, 0.0, 5.0)
+    assert encode_message(0, 1, digest=0x0502)[4:] == (0.0, 0.0)
+
+
+def add_digests(digests, dtype):
+    messages = [encode_message(rank, len(digests), digest=each) for rank, each in enumerate(digests)]
+    total = torch.zeros(len(messages[0]), dtype=dtype)
+    for message in messages:
+        total += torch.tensor(message, dtype=dtype)
+    return total.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_the_sum_names_the_ranks_that_have_read_other_data(dtype):
+    for digests in ([0xFFFF] * 300, [0] * 10, [0x1234]):
+        refuse_other_data(add_digests(digests, dtype), "")
+    for digests, name, text in [
+        ([0xFFFF, 0xFFFE], "", "rank 1 trained on another global batch than rank 0."),
+        ([7] * 299 + [0x0107], "b 3", "rank 299 trained on another global batch than rank 0; here it was b 3."),
+        ([0xFF00, 0xFF00, 0x00FF, 0, 0xFF00], "", "ranks 2, 3 trained on another global batch than rank 0."),
+    ]:
+        with pytest.raises(ConfigurationError) as caught:
+            refuse_other_data(add_digests(digests, dtype), name)
+        assert str(caught.value) == (
+            f"The ranks have read different data: in this step, {text}\nEvery rank must read the same samples in the "
+            "same order, and gets its part of them from prepare(). So a data set or sampler must not take a part by "
+            "rank, and must not shuffle with a generator that the ranks seed differently, or weight samples by the "
+            "losses of one rank: use torch's generator, random or numpy.random, or a seed that is equal on all ranks."
+        )
 
 
 def add_up(missing, world_size, dtype):
