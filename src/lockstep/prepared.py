@@ -26,7 +26,6 @@ from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 
 # Separates the random numbers of ranks from those of other purposes with the same seed.
 _RANK = 10
-_num_calls = 0
 
 
 @called_by_all("lockstep.prepare")
@@ -58,7 +57,6 @@ def prepare(*objects: Any) -> Any:
         ConfigurationError: On every rank: an object cannot be prepared, an optimizer updates what is
             in no prepared model, or the objects or the data differ between ranks.
     """
-    global _num_calls
     world = World.opened or init()
     group, device = world.group, device_for(world.group)
     everyones = all_gather_object(list(map(_check, objects)), group=group, device=device)
@@ -75,12 +73,13 @@ def prepare(*objects: Any) -> Any:
     for item in objects:
         if isinstance(item, Optimizer):
             _prepare_optimizer(item, world)
-    states, num_calls = gather_states([process_states(), _num_calls], group=group, device=device)[0]
-    _num_calls, seed = num_calls + 1, mix(*states[0].view(torch.int64).tolist(), num_calls)
+    states = gather_states(process_states(), group=group, device=device)[0]
+    seed = mix(*states[0].view(torch.int64).tolist())
     if world.rank:
         torch.default_generator.manual_seed(mix(seed, _RANK, world.rank))
         seed_device(world.device, mix(seed, _RANK, world.rank))
     if world.world_size > 1:
+        torch.empty(()).random_()  # so that the next call finds another state
         share_states(states)
     draws.take(states if world.world_size > 1 else None)
     for place, item in enumerate(made):

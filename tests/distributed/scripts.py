@@ -58,7 +58,7 @@ def other_data(ranks_text):
 
 OTHER_DATA_ADVICE = (
     "\nEvery rank must read the same samples in the same order, and gets its part of them from prepare(). So a data "
-    "set or sampler must not take a part by rank, and must not shuffle with a generator that the ranks seed "
-    "differently, or weight samples by the losses of one rank: use torch's generator, random or numpy.random, or a "
-    "seed that is equal on all ranks."
+    "set or sampler must not take a part by rank, shuffle with a generator that the ranks seed differently, or "
+    "weight samples by the losses of one rank: use torch's generator, random or numpy.random, or a seed that is equal "
+    "on all ranks."
 )

@@ -24,7 +24,6 @@ from torch.utils.data import (
 )
 
 import lockstep
-from lockstep import prepared
 from lockstep.errors import ConfigurationError
 
 
@@ -151,7 +150,6 @@ def test_weights_are_those_of_the_script_without_it(ranks, name):
 
 def test_each_sample_has_its_random_numbers(ranks):
     def run(world, num_workers):
-        prepared._num_calls = 0  # as in a fresh process; the ranks of the pool have called prepare before
         return Script(data=Noisy, loader={"num_workers": num_workers})(world)
 
     found = [

@@ -207,7 +207,8 @@ def test_a_loader_with_other_settings(ranks):
 
 SEVERAL_LOOPS = (
     f"Several loops read {OF_TENSORS} now, each at another batch, so it has no position.\n"
-    "Save outside of the inner loop, or give each loop a loader of its own."
+    "Save outside of the inner loop, delete iterators that are not read any more, or give each loop a loader of its "
+    "own."
 )
 
 
@@ -259,7 +260,7 @@ def test_a_position_after_an_inner_loop_is_that_of_the_outer_one_or_refused(rank
         assert set(ranks(num_ranks)(run)) <= {True, SEVERAL_LOOPS}
 
 
-def test_an_iterator_that_is_held_after_a_look_does_not_hide_the_position(ranks):
+def test_an_iterator_that_is_held_hides_the_position_until_it_is_deleted(ranks):
     """As in torch's tutorials: ``iterator = iter(loader); images, labels = next(iterator)``, and later the training."""
 
     def run(world):
@@ -269,13 +270,16 @@ def test_an_iterator_that_is_held_after_a_look_does_not_hide_the_position(ranks)
         next(iterator)
         batches = iter(loader)
         next(batches), next(batches)
+        with pytest.raises(ConfigurationError) as caught:
+            loader.state_dict()
+        del iterator
         state = loader.state_dict()
         rest = [x.tolist() for (x,) in batches]
         loader.load_state_dict(state)
-        return state["batch"], rest == [x.tolist() for (x,) in loader]
+        return str(caught.value), state["batch"], rest == [x.tolist() for (x,) in loader]
 
     for num_ranks in (1, 2):
-        assert ranks(num_ranks)(run) == [(2, True)] * num_ranks
+        assert ranks(num_ranks)(run) == [(SEVERAL_LOOPS, 2, True)] * num_ranks
 
 
 def test_the_number_of_the_batch(ranks):

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lockstep.containers import find_tensors
@@ -24,6 +25,8 @@ class Reading:
         num_unused: How many were returned since the last forward.
         reads_ahead: Whether several were, at some forward.
         is_over: Whether the pass has ended or was left.
+        has_grad: Whether gradients were enabled at its begin.
+        num_read: How many were returned.
     """
 
     owner: weakref.ref[Any]
@@ -32,11 +35,14 @@ class Reading:
     num_unused: int = 0
     reads_ahead: bool = False
     is_over: bool = False
+    has_grad: bool = field(default_factory=torch.is_grad_enabled)
+    num_read: int = 0
 
     def read(self, known: BatchPart) -> None:
         """Record a part that is returned."""
         self.newest = self.kinds[known.kind] = known
         self.num_unused += 1
+        self.num_read += 1
 
     def use(self) -> list[BatchPart]:
         """Record that a forward used a part, and return those that it may be, one of each kind, the newest last."""
@@ -61,20 +67,23 @@ class _Owners:
         """Record that the tensors in ``value`` are of ``part``."""
         for tensor in find_tensors(value):
             with suppress(NotImplementedError, RuntimeError):  # sparse tensors and some subclasses have no storage
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self._storages:
-                    self._storages[storage._cdata] = StorageWeakRef(storage), {}
-                self._storages[storage._cdata][1][tensor.data_ptr()] = part
+                storage = StorageWeakRef(tensor.untyped_storage())
+                _, parts = self._storages.setdefault(storage.cdata, (storage, {}))
+                parts[tensor.data_ptr()] = part
         if len(self._storages) > self._limit:
             self._storages = {key: entry for key, entry in self._storages.items() if not entry[0].expired()}
             self._limit = max(64, 2 * len(self._storages))
+
+    def holds(self, part: BatchPart | None) -> bool:
+        """Return whether a tensor of ``part`` is in use."""
+        return any(part in parts.values() and not storage.expired() for storage, parts in self._storages.values())
 
     def find(self, value: Any) -> list[BatchPart]:
         """Return the parts of the tensors in ``value``, or of which they may be views."""
         found: list[BatchPart] = []
         for tensor in find_tensors(value) if self._storages else ():
             with suppress(NotImplementedError, RuntimeError):
-                _, parts = self._storages.get(tensor.untyped_storage()._cdata, (None, {}))
+                _, parts = self._storages.get(StorageWeakRef(tensor.untyped_storage()).cdata, (None, {}))
                 address = tensor.data_ptr()
                 found += [parts[address]] if address in parts else parts.values()
         return found
@@ -116,19 +125,25 @@ class BatchParts:
         self._batches.add(batch, part)
         if not is_final:
             return
-        # A pass that is over, and each of whose batches was used before the next was read, leaves none to be used.
         others = [each for each in self._readings if each is not reading]
-        self._readings = [each for each in others if not each.is_over or each.reads_ahead or each.num_unused]
-        self._readings.append(reading)
+        self._readings = [each for each in others if self._may_be_used(each)] + [reading]
+
+    def _may_be_used(self, reading: Reading) -> bool:
+        """Return whether a batch of a pass, or what was computed from one, may be given to another forward."""
+        if not reading.is_over:
+            return True
+        # Each batch was used before the next was read; or it was an evaluation, or a look at a batch that is gone.
+        if not (reading.reads_ahead or reading.num_unused) or not reading.has_grad:
+            return False
+        return reading.num_read > 1 or self._batches.holds(reading.newest)
 
     def of_forward(self, arguments: Any, *, trains: bool) -> BatchPart | None:
         """Return the part that a forward is given; None: it is given none of a prepared loader."""
         self.num_forwards += 1
         self.num_training_forwards += trains
-        # A pass that is over, and each of whose batches was used, comes last.
-        unused = [each for each in self._readings if not each.is_over or each.reads_ahead or each.num_unused]
+        unused = [each for each in self._readings if self._may_be_used(each)] or self._readings[-1:]
         uses = {id(each): each.use() for each in self._readings}
-        candidates = [part for each in unused or self._readings for part in uses[id(each)]]
+        candidates = [part for each in unused for part in uses[id(each)]]
         return single(self._batches.find(arguments) or self._outputs.find(arguments) or candidates)
 
     def of_output(self, output: Any, part: BatchPart) -> None:

@@ -171,7 +171,9 @@ class Progress:
     Attributes:
         loader: The loader that was prepared.
         name: Of the loader, in errors.
-        rank, world_size: Of this process.
+        rank, world_size, device: Of this process.
+        division: Its batch sampler.
+        is_followed: Whether the loader has an ``__iter__`` of its own.
         seed: Of the random numbers of samples.
         epoch: The number of the current pass, or of the next one.
         newest: The newest pass.
@@ -183,7 +185,8 @@ class Progress:
 
     def __init__(self, loader: data.DataLoader[Any], world: World, seed: int, name: str) -> None:
         self.loader, self.name, self.seed, self.epoch = loader, name, seed, 0
-        self.rank, self.world_size = world.rank, world.world_size
+        self.rank, self.world_size, self.device = world.rank, world.world_size, world.device
+        self.division, self.is_followed = Division(self), False
         batches, is_stream = cast(Any, loader.batch_sampler), isinstance(loader.dataset, data.IterableDataset)
         sampler = getattr(batches, "sampler", None)
         self.draws_once = type(batches) is data.BatchSampler and type(sampler) in _TORCHS and not is_stream
@@ -199,6 +202,13 @@ class Progress:
         """Return a number that changes when a prepared model trains."""
         return parts.num_training_forwards + sum(model.reducer.num_forwards for model in models)
 
+    @property
+    def num_returned(self) -> int:
+        """The number of batches of the current pass that were returned, or of the one that was loaded."""
+        if self.newest is not None:
+            return self.newest.num_returned
+        return self.resumed["batch"] if self.resumed else 0
+
     def states(self) -> list[Any]:
         """Return the states of what its samplers draw from."""
         return [draws.states(only_torch=self.draws_once), *map(get_state, self._generators)]
@@ -213,7 +223,7 @@ class Progress:
         """Begin a pass: decide if the one before counts, and set the generators to its begin."""
         if not torch.is_grad_enabled():
             for other in list(_progresses):
-                if other is not self and other.newest not in other.open:
+                if other is not self:
                     other.undo_look()
         if not self.undo_look() and self.newest is not None and not self.newest.is_settled:
             self.newest.is_settled = True
@@ -234,7 +244,8 @@ class Progress:
     def undo_look(self) -> bool:
         """Undo the newest pass if it was a look, see [Note: when a pass counts]; return whether it was."""
         last = self.newest
-        if last is None or last.is_settled or last.num_returned != last.skip + 1 or last.after is None:
+        is_one = last is not None and last.num_returned == last.skip + 1
+        if last is None or last.after is None or not is_one or last.is_settled or last in self.open:
             return False
         if last.num_trained != self.num_trained() or checksum(self.states()) != checksum(last.after):
             return False
@@ -281,10 +292,12 @@ class Progress:
             ConfigurationError: It is not a position.
         """
         this = None if self.newest is None or self.newest.is_settled else self.newest
-        if sum(each.num_returned > each.skip for each in self.open) > 1:
+        reading = [each for each in self.open if each.num_returned > each.skip]
+        if len(reading) > 1 or (reading and reading[0] is not self.newest):
             raise ConfigurationError(
                 f"Several loops read {self.name} now, each at another batch, so it has no position.\n"
-                "Save outside of the inner loop, or give each loop a loader of its own."
+                "Save outside of the inner loop, delete iterators that are not read any more, or give each loop a "
+                "loader of its own."
             )
         now, resumed = self.states(), self.resumed
         place = {"epoch": self.epoch, "seed": self.seed, "now": now, "fits": self._fits()}

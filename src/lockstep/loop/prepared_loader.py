@@ -19,7 +19,7 @@ from lockstep.data.loader import MicroBatch, Prefetcher, batched_getitem
 from lockstep.data.order import cut, mix
 from lockstep.errors import ConfigurationError
 from lockstep.loop.batch_parts import parts
-from lockstep.loop.passes import SAMPLE, DividedCollate, Division, GlobalBatch, Pass, Progress, StreamBatch, models
+from lockstep.loop.passes import SAMPLE, DividedCollate, GlobalBatch, Pass, Progress, StreamBatch, models
 from lockstep.loop.random_state import draws, seeded
 from lockstep.torch_internals import BaseDataLoaderIter, unread_iterator
 
@@ -33,7 +33,7 @@ class _Shown:
         self._get = get
 
     def __get__(self, loader: Any, _: object = None) -> Any:
-        return self if loader is None else self._get(loader.progress)
+        return self if loader is None else self._get(loader._lockstep)
 
 
 class PreparedLoader(data.DataLoader[Any]):
@@ -54,21 +54,19 @@ class PreparedLoader(data.DataLoader[Any]):
     look at one batch, if nothing is trained before the next pass.
 
     Attributes:
-        progress: The position.
+        loader: The loader that was prepared.
         epoch: The number of the current pass, or of the next one.
         batch: The number of the newest batch in its pass, counted from 0, also if the pass was resumed.
     """
 
-    progress: Progress
-    _device: torch.device
-    _division: Division
-    _is_followed: bool  # whether the loader has an ``__iter__`` of its own
+    _lockstep: Progress  # the only attribute that is added to those of the script's loader
+    loader = _Shown(lambda progress: progress.loader)
     epoch = _Shown(lambda progress: progress.epoch)
-    batch = _Shown(lambda progress: progress.newest.num_returned - 1 if progress.newest else -1)
+    batch = _Shown(lambda progress: progress.num_returned - 1)
 
     def __iter__(self) -> Any:
         """Begin a pass. Not collective: batches may be read on a single rank."""
-        own, progress, division = vars(self), self.progress, self._division
+        own, progress, division = vars(self), self._lockstep, self._lockstep.division
         this = progress.begin_pass(parts.begin(self))
         is_stream = isinstance(self.dataset, data.IterableDataset)
         this.draws_seed = own.get("_iterator") is None
@@ -97,21 +95,21 @@ class PreparedLoader(data.DataLoader[Any]):
         Raises:
             ConfigurationError: It has begun to read.
         """
-        this = self.progress.begin_pass(parts.begin(self))
-        unread = unread_iterator(iterator, lambda lists: self._division.divide(lists, this))
+        this = self._lockstep.begin_pass(parts.begin(self))
+        unread = unread_iterator(iterator, lambda lists: self._lockstep.division.divide(lists, this))
         if unread is None:
             raise ConfigurationError(
-                f"{self.progress.name} holds an iterator that has begun to read, or whose loader processes have, so "
+                f"{self._lockstep.name} holds an iterator that has begun to read, or whose loader processes have, so "
                 "prepare() cannot divide its batches.\nMake the iterator after prepare(), as in the first __iter__."
             )
         return self._run(unread, this)
 
     def _run(self, batches: Iterator[Any], this: Pass) -> Iterator[Any]:
         """Yield the parts of a pass, on the device."""
-        progress = self.progress
+        progress = self._lockstep
         micros: Any = self._micro_batches(batches, this)
-        if self._device.type != "cpu":
-            micros = Prefetcher(micros, {0: self._device})
+        if self._lockstep.device.type != "cpu":
+            micros = Prefetcher(micros, {0: self._lockstep.device})
         progress.open.append(this)
         try:
             while (micro := next(micros, None)) is not None:
@@ -124,7 +122,7 @@ class PreparedLoader(data.DataLoader[Any]):
                     if part.share == 0 and not self._needs_sample(this):
                         this.num_returned = number + 1
                         continue
-                    parts.returned(this.reading, part, micro.batches[0], is_final=not self._is_followed)
+                    parts.returned(this.reading, part, micro.batches[0], is_final=not self._lockstep.is_followed)
                 progress.returned(this, number)
                 yield batch()
             progress.end_pass(this)
@@ -148,7 +146,7 @@ class PreparedLoader(data.DataLoader[Any]):
 
     def _loading(self, number: int) -> AbstractContextManager[Any]:
         """Return a context in which a batch is loaded: the script's random numbers do not depend on what is drawn."""
-        progress = self.progress
+        progress = self._lockstep
         if progress.world_size == 1 or self.num_workers:
             return nullcontext()
         if isinstance(self.dataset, data.IterableDataset):
@@ -171,7 +169,7 @@ class PreparedLoader(data.DataLoader[Any]):
 
     def _follow(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield what the loader's own ``__iter__`` makes of the parts."""
-        progress, outer = self.progress, parts.begin(self)
+        progress, outer = self._lockstep, parts.begin(self)
         try:
             for batch in batches:
                 if progress.world_size > 1:
@@ -208,13 +206,13 @@ class PreparedLoader(data.DataLoader[Any]):
             ConfigurationError: On every rank: an output has not one item for each sample, or the ranks have read
                 different batches.
         """
-        progress, this = self.progress, self.progress.newest
+        progress, this = self._lockstep, self._lockstep.newest
         own, problem = [], ""
         numbers, wholes = (this.numbers, this.wholes[: this.num_returned]) if this else ([], [])
         if len(outputs) != len(numbers):
             problem = f"gather() got {len(outputs)} outputs, but {progress.name} has returned {len(numbers)} batches"
         for number, output in zip(numbers, outputs, strict=False):
-            size = None if progress.world_size == 1 else self._size(wholes[number], progress.rank)
+            size = self._size(wholes[number], progress.rank) if wholes else None  # not counted in a stream of one rank
             plain = _plain(output)
             other = next((length for length in _lengths(plain) if size and length != size), None)
             if other is not None:
@@ -240,10 +238,10 @@ class PreparedLoader(data.DataLoader[Any]):
                 (rank, batch) for batch in wholes[this.skip if this else 0 :] for rank in range(progress.world_size)
             )
             own = [next(rows[rank]) for rank, batch in places if self._size(batch, rank)]
-        return map_tensors(_joined(own), lambda tensor: tensor.to(self._device))
+        return map_tensors(_joined(own), lambda tensor: tensor.to(self._lockstep.device))
 
     def _size(self, whole: GlobalBatch, rank: int) -> int:
-        return len(cut(whole.size, self.progress.world_size, rank))
+        return len(cut(whole.size, self._lockstep.world_size, rank))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch that was returned; it loads on any number of ranks and workers.
@@ -252,10 +250,10 @@ class PreparedLoader(data.DataLoader[Any]):
             ConfigurationError: There is no position to go on from: a loop within another reads the same loader, or the
                 loader has an ``__iter__`` of its own and is in the middle of a pass.
         """
-        state = self.progress.state()
-        if self._is_followed and (state["batch"] or self.progress.open):
+        state = self._lockstep.state()
+        if self._lockstep.is_followed and (state["batch"] or self._lockstep.open):
             raise ConfigurationError(
-                f"{self.progress.name} has an __iter__ of its own, which may read ahead of the batches that it "
+                f"{self._lockstep.name} has an __iter__ of its own, which may read ahead of the batches that it "
                 "returns, so the position in the middle of a pass is not known.\n"
                 "Save between epochs, or do in the data set or collate_fn what it does."
             )
@@ -269,7 +267,7 @@ class PreparedLoader(data.DataLoader[Any]):
         Raises:
             ConfigurationError: It is the state of a loader of another batch size, number of samples or kind of sampler.
         """
-        self.progress.load(state)
+        self._lockstep.load(state)
 
 
 def _plain(output: Any) -> Any:
@@ -317,8 +315,8 @@ def prepared_loader(loader: data.DataLoader[Any], world: World, seed: int, name:
     kind = type(loader)
     made = object.__new__(_class_of(kind))
     own, progress = vars(made), Progress(loader, world, seed, name)
-    own |= vars(loader) | {"in_order": True, "loader": loader, "progress": progress, "_device": world.device}
-    own |= {"_division": Division(progress), "_is_followed": kind.__iter__ is not data.DataLoader.__iter__}
+    own |= vars(loader) | {"in_order": True, "_lockstep": progress}
+    progress.is_followed = kind.__iter__ is not data.DataLoader.__iter__
     for attribute, value in vars(loader).items():
         if attribute == "_iterator":  # of persistent workers
             own[attribute] = None
