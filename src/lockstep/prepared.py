@@ -73,13 +73,12 @@ def prepare(*objects: Any) -> Any:
     for item in objects:
         if isinstance(item, Optimizer):
             _prepare_optimizer(item, world)
-    states = gather_states(process_states(), group=group, device=device)[0]
-    seed = mix(*states[0].view(torch.int64).tolist())
+    states, num_taken = gather_states([process_states(), draws.num_taken], group=group, device=device)[0]
+    seed = mix(*states[0].view(torch.int64).tolist(), num_taken)
     if world.rank:
         torch.default_generator.manual_seed(mix(seed, _RANK, world.rank))
         seed_device(world.device, mix(seed, _RANK, world.rank))
     if world.world_size > 1:
-        torch.empty(()).random_()  # so that the next call finds another state
         share_states(states)
     draws.take(states if world.world_size > 1 else None)
     for place, item in enumerate(made):

@@ -228,6 +228,7 @@ class Progress:
         if not self.undo_look() and self.newest is not None and not self.newest.is_settled:
             self.newest.is_settled = True
             self.epoch += 1
+        draws.num_taken = 0
         if self.world_size > 1:
             torch.empty(()).random_()  # so that the next `prepare` finds another state
         resumed, self.resumed = self.resumed, None

@@ -103,15 +103,19 @@ class Draws:
     rank zero's generators, taken in `prepare`; and so does a stream that this process reads. If nothing else draws,
     these are the numbers of the script without `prepare`. A single rank has no copies: its samplers draw what they
     would.
+
+    Attributes:
+        num_taken: How often copies were taken since a pass began.
     """
 
     def __init__(self) -> None:
+        self.num_taken = 0
         self._states: list[Any] | None = None
         self._is_open = False
 
     def take(self, copies: list[Any] | None) -> None:
         """Draw from copies with the states of rank zero from now on; None: a single rank needs none."""
-        self._states = copies
+        self._states, self.num_taken = copies, self.num_taken + 1
 
     def states(self, *, only_torch: bool = False) -> list[Any]:
         """Return the states that the next sampler begins with."""
