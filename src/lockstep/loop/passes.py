@@ -245,14 +245,16 @@ class Progress:
     def undo_look(self) -> bool:
         """Undo the newest pass if it was a look, see [Note: when a pass counts]; return whether it was."""
         last = self.newest
-        is_one = last is not None and last.num_returned == last.skip + 1
-        if last is None or last.after is None or not is_one or last.is_settled or last in self.open:
-            return False
-        if last.num_trained != self.num_trained() or checksum(self.states()) != checksum(last.after):
+        if last is None or not self._is_look(last):
             return False
         self.set_states(last.before)
         self.newest, self.resumed = None, last.resumed
         return True
+
+    def _is_look(self, last: Pass) -> bool:
+        if last.after is None or last.num_returned != last.skip + 1 or last.is_settled or last in self.open:
+            return False
+        return last.num_trained == self.num_trained() and checksum(self.states()) == checksum(last.after)
 
     def returned(self, this: Pass, number: int) -> None:
         """Record that a pass returns a batch."""
@@ -287,7 +289,7 @@ class Progress:
         }
 
     def state(self) -> dict[str, Any]:
-        """Return the position after the last batch that was returned.
+        """Return the position after the last batch that was returned, also of a pass that was left.
 
         Raises:
             ConfigurationError: It is not a position.
@@ -301,6 +303,8 @@ class Progress:
                 "loader of its own."
             )
         now, resumed = self.states(), self.resumed
+        if this is not None and self._is_look(this):
+            this, now, resumed = None, this.before, this.resumed
         place = {"epoch": self.epoch, "seed": self.seed, "now": now, "fits": self._fits()}
         if this is None and resumed:
             return place | {key: resumed[key] for key in ("batch", "begin", "digest", "draws_seed")}

@@ -113,10 +113,7 @@ class PreparedLoader(data.DataLoader[Any]):
         progress.open.append(this)
         try:
             while (micro := next(micros, None)) is not None:
-                number, batch = (
-                    micro.step,
-                    micro.batches.pop,
-                )  # without a reference that lasts while the script computes
+                number = micro.step
                 if progress.world_size > 1:
                     part = progress.part_of(this.wholes[number], number)
                     if part.share == 0 and not self._needs_sample(this):
@@ -124,7 +121,7 @@ class PreparedLoader(data.DataLoader[Any]):
                         continue
                     parts.returned(this.reading, part, micro.batches[0], is_final=not self._lockstep.is_followed)
                 progress.returned(this, number)
-                yield batch()
+                yield micro.batches.pop()  # no reference is left here while the script computes
             progress.end_pass(this)
         finally:
             this.reading.is_over = True
@@ -245,6 +242,8 @@ class PreparedLoader(data.DataLoader[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch that was returned; it loads on any number of ranks and workers.
+
+        A pass that was left by ``break`` goes on there after a resume, until the next pass begins.
 
         Raises:
             ConfigurationError: There is no position to go on from: a loop within another reads the same loader, or the
