@@ -304,7 +304,7 @@ class Progress:
             )
         now, resumed = self.states(), self.resumed
         if this is not None and self._is_look(this):
-            this, now, resumed = None, this.before, this.resumed
+            now, resumed, this = this.before, this.resumed, None
         place = {"epoch": self.epoch, "seed": self.seed, "now": now, "fits": self._fits()}
         if this is None and resumed:
             return place | {key: resumed[key] for key in ("batch", "begin", "digest", "draws_seed")}
