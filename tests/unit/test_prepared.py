@@ -269,3 +269,24 @@ def test_one_rank_gives_no_weights(world):
     for (x,) in loader:
         F.mse_loss(model(x[:, None]), x[:, None]).backward()
     assert model.reducer.weights.window is None
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_loader_of_torchdata(world, num_workers):
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def make(use=lambda loader: loader):
+        torch.manual_seed(7)
+        numbers = TensorDataset(torch.arange(20.0))
+        return use(torchdata.StatefulDataLoader(numbers, 4, shuffle=True, num_workers=num_workers))
+
+    plain = make()
+    whole = [batches(plain), batches(plain)]
+    loader = make(lockstep.prepare)
+    assert [batches(loader), batches(loader)] == whole
+    iterator = iter(loader := make(lockstep.prepare))
+    next(iterator), next(iterator)
+    state = loader.state_dict()
+    resumed = make(lockstep.prepare)
+    resumed.load_state_dict(state)
+    assert [batches(resumed), batches(resumed)] == [whole[0][2:], whole[1]]

@@ -311,6 +311,8 @@ def prepared_loader(loader: data.DataLoader[Any], world: World, seed: int, name:
     Raises:
         ConfigurationError: The loader holds an iterator that has begun to read.
     """
+    if type(loader).__module__.startswith("torchdata."):  # what it adds is a state, which ours has
+        loader = _without_state(loader)
     kind = type(loader)
     made = object.__new__(_class_of(kind))
     own, progress = vars(made), Progress(loader, world, seed, name)
@@ -321,6 +323,20 @@ def prepared_loader(loader: data.DataLoader[Any], world: World, seed: int, name:
             own[attribute] = None
         elif isinstance(value, BaseDataLoaderIter):
             own[attribute] = made._reread(value)
+    return made
+
+
+_SETTINGS = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor")
+_SETTINGS += ("persistent_workers", "collate_fn", "generator")
+
+
+def _without_state(loader: data.DataLoader[Any]) -> data.DataLoader[Any]:
+    """Return torch's loader with the settings of torchdata's ``StatefulDataLoader``."""
+    kept = {name: getattr(loader, name) for name in ("batch_size", "drop_last", "sampler", "batch_sampler")}
+    is_stream = isinstance(loader.dataset, data.IterableDataset)
+    lists: dict[str, Any] = {"batch_size": loader.batch_size} if is_stream else {"batch_sampler": loader.batch_sampler}
+    made = data.DataLoader(loader.dataset, **lists, **{name: getattr(loader, name) for name in _SETTINGS})
+    vars(made).update(kept)
     return made
 
 
