@@ -271,6 +271,7 @@ def test_one_rank_gives_no_weights(world):
     assert model.reducer.weights.window is None
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_the_loader_of_torchdata(world, num_workers):
     torchdata = pytest.importorskip("torchdata.stateful_dataloader")

@@ -326,8 +326,10 @@ def prepared_loader(loader: data.DataLoader[Any], world: World, seed: int, name:
     return made
 
 
-_SETTINGS = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor")
-_SETTINGS += ("persistent_workers", "collate_fn", "generator")
+_SETTINGS = (
+    *("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor"),
+    *("persistent_workers", "collate_fn", "generator"),
+)
 
 
 def _without_state(loader: data.DataLoader[Any]) -> data.DataLoader[Any]:
