@@ -139,8 +139,8 @@ def messages(world):
 
 
 def test_one_message_a_bucket_in_the_narrow_dtype(ranks):
-    """1010 gradients, up to a multiple of two slices of 16 bytes, two use counts, and four numbers of the message."""
-    assert ranks(2)(messages) == [[(torch.bfloat16, 1016 + 2 + 4)]] * 2
+    """1010 gradients, up to a multiple of two slices of 16 bytes, two use counts, and eight numbers of the message."""
+    assert ranks(2)(messages) == [[(torch.bfloat16, 1016 + 2 + 8)]] * 2
 
 
 def with_a_hook(world):

@@ -313,7 +313,7 @@ def test_a_loader_that_is_chosen_by_random_numbers(ranks, num_ranks):
     assert wrong(ranks, num_ranks, {name: choosing(CHOOSE[name]) for name in ("random", "numpy")}) == {}
     # torch's generators are those of dropout, which differ.
     for text in on_ranks(ranks, num_ranks, {"torch": choosing(CHOOSE["torch"])})["torch"]:
-        assert re.match(other_data("ranks? [0-9, ]+") + "; here it was batch . of epoch 0 of DataLoader", text), text
+        assert re.match(other_data("ranks? [0-9, ]+") + "; here it was batch . of epoch . of DataLoader", text), text
         assert text.endswith(OTHER_DATA_ADVICE)
 
 

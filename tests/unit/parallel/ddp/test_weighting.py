@@ -189,8 +189,8 @@ def test_the_sum_names_the_ranks_that_have_read_other_data(dtype):
         assert str(caught.value) == (
             f"The ranks have read different data: in this step, {text}\nEvery rank must read the same samples in the "
             "same order, and gets its part of them from prepare(). So a data set or sampler must not take a part by "
-            "rank, and must not shuffle with a generator that the ranks seed differently, or weight samples by the "
-            "losses of one rank: use torch's generator, random or numpy.random, or a seed that is equal on all ranks."
+            "rank, shuffle with a generator that the ranks seed differently, or weight samples by the losses of one "
+            "rank: use torch's generator, random or numpy.random, or a seed that is equal on all ranks."
         )
 
 
