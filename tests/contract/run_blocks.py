@@ -18,6 +18,9 @@ def run(place: str, code: str) -> str:
     page = place.partition(":")[0]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(compile(code, page, "exec"), vars(module))
+        worlds = sys.modules.get("lockstep.comm.world")
+        if worlds is not None and worlds.World.opened is not None:  # which a script leaves open until it ends
+            worlds.World.opened.close()
     return printed.getvalue()
 
 
