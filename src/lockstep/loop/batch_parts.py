@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,7 +24,8 @@ class Reading:
         newest: The part that was returned last.
         kinds: A part of each kind so far.
         num_unused: How many were returned since the last forward.
-        reads_ahead: Whether several were, at some forward.
+        reads_ahead: Whether several were, at some forward, or another thread reads.
+        thread: Which has read the newest part.
         is_over: Whether the pass has ended or was left.
         has_grad: Whether gradients were enabled at its begin.
         num_read: How many were returned.
@@ -34,6 +36,7 @@ class Reading:
     kinds: dict[int | None, BatchPart] = field(default_factory=dict)
     num_unused: int = 0
     reads_ahead: bool = False
+    thread: int = 0
     is_over: bool = False
     has_grad: bool = field(default_factory=torch.is_grad_enabled)
     num_read: int = 0
@@ -43,10 +46,11 @@ class Reading:
         self.newest = self.kinds[known.kind] = known
         self.num_unused += 1
         self.num_read += 1
+        self.thread = threading.get_ident()
 
     def use(self) -> list[BatchPart]:
         """Record that a forward used a part, and return those that it may be, one of each kind, the newest last."""
-        self.reads_ahead |= self.num_unused > 1
+        self.reads_ahead |= self.num_unused > 1 or (self.num_read > 0 and self.thread != threading.get_ident())
         self.num_unused = 0
         if self.newest is None:
             return []

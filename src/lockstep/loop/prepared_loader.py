@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
@@ -160,8 +161,9 @@ class PreparedLoader(data.DataLoader[Any]):
             return True
         # In evaluation mode: a frozen batch norm or dropout, or an evaluation without no_grad.
         trained = [model.reducer for model in models if model.reducer.num_backwards]
-        if not trained and parts.num_forwards > this.num_forwards:  # nothing has come of the batches before
-            return False
+        is_used = parts.num_forwards > this.num_forwards and not this.reading.reads_ahead
+        if not trained and is_used and this.reading.thread == threading.get_ident():
+            return False  # nothing has come of the batches before
         return bool(models) and (not trained or any(reducer.trains_in_evaluation_mode for reducer in trained))
 
     def _follow(self, batches: Iterator[Any]) -> Iterator[Any]:
