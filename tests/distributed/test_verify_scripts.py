@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.errors import ConfigurationError
 from lockstep.study.verify.causes import Cause
-from lockstep.study.verify.script import verify_script
+from lockstep.study.verify.script.verify_script import verify_script
 
 SCRIPTS = Path(__file__).parents[1] / "scripts" / "verify"
 

@@ -220,7 +220,7 @@ def _verify_script(
         raise click.UsageError(f"--{names[0].replace('_', '-')} is for a task, and {command[0]} is a script.")
     check_writable(json_file)
     num_devices = _num_devices(devices)
-    from lockstep.study.verify.script import verify_script
+    from lockstep.study.verify.script.verify_script import verify_script
 
     return _show_verified(verify_script(command, devices=num_devices, steps=steps), json_file)
 

@@ -6,8 +6,14 @@ import torch
 
 from lockstep.study.verify.causes import Cause
 from lockstep.study.verify.fingerprint import fingerprint
-from lockstep.study.verify.script import _of_means, _of_ranks, _problem_of_evaluation, _structural, compare_traces
-from lockstep.study.verify.script_recorder import Pass, ScriptStep, ScriptTrace
+from lockstep.study.verify.script.script_causes import (
+    compare_traces,
+    of_means,
+    of_ranks,
+    problem_of_evaluation,
+    structural,
+)
+from lockstep.study.verify.script.trace import Pass, ScriptStep, ScriptTrace
 
 
 def step(number, samples, gradient=1.0, parameter=1.0, **others):
@@ -32,7 +38,7 @@ def trained(*indices):
 
 
 def found(one, *ranks):
-    return [(each.cause, each.evidence) for each in _structural(one, ranks)]
+    return [(each.cause, each.evidence) for each in structural(one, ranks)]
 
 
 def test_equal_traces_have_no_cause():
@@ -40,7 +46,7 @@ def test_equal_traces_have_no_cause():
     one = trace(step(0, [3, 2, 1, 0]))
     assert compare_traces(one, ranks).same
     assert found(one, *ranks) == []
-    assert list(_of_ranks(ranks, ())) == []
+    assert list(of_ranks(ranks, ())) == []
 
 
 def test_a_sample_that_pads_the_last_batch_counts_twice():
@@ -64,22 +70,22 @@ def test_a_rank_that_stops_earlier_makes_another_number_of_updates():
 
 def test_an_update_may_depend_on_the_rank():
     ranks = [trace(step(0, [0])), trace(step(0, [1], parameter=1.5))]
-    (cause,) = _of_ranks(ranks, ())
+    (cause,) = of_ranks(ranks, ())
     text = "w differs between the ranks after the update of step 0, its gradient does not."
     assert (cause.cause, cause.evidence) == (Cause.UPDATE, text)
 
 
 def test_an_update_that_differs_on_all_ranks_is_told_from_its_gradient():
     one, ranks = trace(step(0, [0, 1])), [trace(step(0, [0], parameter=3.0)), trace(step(0, [1], parameter=3.0))]
-    (cause,) = _of_means(one, ranks, compare_traces(one, ranks).differences[0])
+    (cause,) = of_means(one, ranks, compare_traces(one, ranks).differences[0])
     assert cause.cause == Cause.UPDATE
 
 
 def test_an_evaluation_needs_all_samples_or_a_sum():
     whole, half = Pass("data of 4", indices=[0, 1, 2, 3]), Pass("data of 4", indices=[0, 2])
     other = Pass("data of 4", indices=[1, 3])
-    assert _problem_of_evaluation(whole, [whole, half]) == ""
-    assert _problem_of_evaluation(whole, [replace(half, is_combined=True), other]) == ""
-    assert _problem_of_evaluation(whole, [half, half]) == "2 of 4 samples are evaluated"
+    assert problem_of_evaluation(whole, [whole, half]) == ""
+    assert problem_of_evaluation(whole, [replace(half, is_combined=True), other]) == ""
+    assert problem_of_evaluation(whole, [half, half]) == "2 of 4 samples are evaluated"
     text = "each evaluates its part (2 and 2 of 4 samples), and the results are not combined"
-    assert _problem_of_evaluation(whole, [half, other]) == text
+    assert problem_of_evaluation(whole, [half, other]) == text

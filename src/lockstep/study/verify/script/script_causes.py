@@ -1,25 +1,14 @@
-"""`verify` for a script: run it with one rank and with N, compare the traces, and name what makes them differ."""
+"""Why a script differs on N ranks: what its loaders and schedules show, and what the numbers show."""
 
-import json
-import os
-import pickle
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-from lockstep.errors import ConfigurationError, JobHangs, RankFailed
-from lockstep.launcher.api import environment_restored, threads_for
-from lockstep.launcher.bootstrap import RANK_SETUP
-from lockstep.launcher.command import run
-from lockstep.study.common import log
-from lockstep.study.verify.causes import FIXES, Cause, Diagnosis, Row
-from lockstep.study.verify.diagnose import Verification
+from lockstep.study.verify.causes import FIXES, Cause, Diagnosis
 from lockstep.study.verify.fingerprint import (
     SINGLE,
     Difference,
@@ -30,18 +19,11 @@ from lockstep.study.verify.fingerprint import (
     compare,
     distance,
 )
-from lockstep.study.verify.interventions import Subject
-from lockstep.study.verify.script_recorder import Pass, ScriptStep, ScriptTrace
+from lockstep.study.verify.script.trace import Pass, ScriptStep, ScriptTrace
 from lockstep.train.plan import plural
-from lockstep.train.settings import Settings
 
 # With bf16 or fp16, sums over another number of samples are rounded otherwise.
-_HALF = Tolerance(5e-2, 1e-1)
-
-_RECORDER = "lockstep.study.verify.script_recorder:ScriptRecorder"
-
-# A longer wait of a rank for another is a hang.
-_WATCHDOG_S = 30
+HALF = Tolerance(5e-2, 1e-1)
 
 # What differs from the advice for a task.
 _FIXES = FIXES | {
@@ -60,142 +42,20 @@ _FIXES = FIXES | {
 }
 
 
-def verify_script(
-    command: Sequence[str], *, devices: int = 2, steps: int = 4, report: Callable[[str], None] = log
-) -> Verification:
-    """Run a script with one rank and with N, and find out whether it is the same training run.
-
-    Starts processes and blocks until they are done: two runs, and up to three more if they differ. The script is not
-    changed, but its passes over loaders are cut short; see [Note: the script is cut short].
-
-    Args:
-        command: The script and its arguments.
-        devices: Ranks.
-        steps: Updates of each epoch that are compared.
-        report: Called with a text about progress.
-
-    Raises:
-        ConfigurationError: The script fails with one rank, or updates nothing.
-    """
-    runs = _Runs(command, devices, steps, report)
-    (one,), failure = runs.run(1)
-    if not one.steps:
-        raise ConfigurationError(
-            f"{command[0]} makes no update with one rank, so nothing can be compared.\n{failure or 'It has ended.'}\n"
-            f"Run it: lockstep run --devices 1 {' '.join(command)}"
-        )
-    ranks, failure = runs.run(devices)
-    if any(_other_samples(expected, actual) for expected, actual, *_ in _passes(one, ranks)):
-        # On rank 0, whose seeds are those of one process: padded with the rest of the batch, for example.
-        one, *ranks = (replace(trace, is_augmented=True) for trace in (one, *ranks))
-    remark = failure and f"The script has failed on {plural(devices, 'rank')}:\n{failure}"
-    if one.is_half:
-        remark += f"As the script computes in less than fp32, tensors may differ by {_HALF.relative:.0%} of their size."
-    subject = Subject(command[0], Settings(), devices, steps, _numbers(one, ranks), double=False)
-    result = Verification(subject, False, None, True, remark=remark)
-    if not subject.steps:
-        return replace(result, subject=replace(subject, steps=_numbers(one, [one])))
-    comparison = compare_traces(one, ranks)
-    findings, rows, apart_from = list(_structural(one, ranks)), [], dict[str, Diagnosis]()
-    draws = one.is_augmented or any(step.draws for step in one.steps)
-    off = ["random"] * draws + ["batchnorm"] * bool(one.norms)
-    if off and not comparison.same:
-        # A script without errors differs in these, and they would hide errors.
-        (clean, *_), _ = runs.run(1, *off)
-        clean_ranks, _ = runs.run(devices, *off)
-        if _numbers(clean, clean_ranks):
-            by_index = one.is_augmented
-            one, *ranks = (replace(trace, is_augmented=by_index) for trace in (clean, *clean_ranks))
-            without = compare_traces(one, ranks)
-            rows.append(Row(" and ".join(off), "one rank, ranks", str(without), without.same))
-            if without.same:
-                apart_from = dict(_by_design(off, one))
-    last = compare_traces(one, ranks)
-    if not last.same:
-        findings += _of_ranks(ranks, one.norms)
-        first = next((diff for diff in last.differences if diff.kind in ("gradient", "parameter", "buffer")), None)
-        if first is not None and not _EXPLAINS & {finding.cause for finding in findings}:
-            findings += _of_means(one, ranks, first)
-        if not findings:
-            (again, *_), _ = runs.run(1, *off)
-            repeated = compare_traces(one, [again])
-            rows.append(Row("nothing else", "one rank, twice", str(repeated), repeated.same))
-            if repeated.first is not None:
-                evidence = f"One rank, run twice, gives another {repeated.first}."
-                findings.append(_diagnosis(Cause.OPERATOR, evidence))
-    by_design = [] if Cause.MASKS in {finding.cause for finding in findings} else [*apart_from.values()]
-    return replace(
-        result,
-        same=comparison.same and not findings,
-        apart_from=() if findings else tuple(apart_from),
-        comparison=comparison,
-        # Of each cause the first.
-        findings=tuple({finding.cause: finding for finding in reversed([*findings, *by_design])}.values())[::-1],
-        rows=tuple(rows),
-        explained=last.same,
-    )
-
-
-def _by_design(off: Sequence[str], one: ScriptTrace) -> Iterator[tuple[str, Diagnosis]]:
-    """Yield what makes the runs differ, if they are the same without it, each with its diagnosis."""
-    if "random" in off:
-        is_dropout = all("bernoulli" in draw or "dropout" in draw for draw in one.draws)
-        what = "dropout masks" if is_dropout else "random numbers in forward"
-        draws = ", ".join(one.draws) or "in the data set"
-        diagnosis = _diagnosis(Cause.RANDOM, f"Each rank draws its own random numbers ({draws}).")
-        yield what if one.draws else "random augmentation", diagnosis
-    if "batchnorm" in off:
-        norms = ", ".join(one.norms[:3])
-        evidence = f"Each rank normalises with the mean and variance of its own samples ({norms})."
-        yield "batch norm statistics", _diagnosis(Cause.BATCHNORM, evidence)
-
-
-def _diagnosis(cause: Cause, evidence: str) -> Diagnosis:
+def diagnosis(cause: Cause, evidence: str) -> Diagnosis:
+    """Return a cause with the advice for a script."""
     return Diagnosis(cause, evidence, _FIXES[cause])
 
 
-def _numbers(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> tuple[int, ...]:
+def numbers_of(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> tuple[int, ...]:
     """Return the numbers of the updates that all have made."""
     return tuple(range(min(len(trace.steps) for trace in (one, *ranks))))
 
 
-class _Runs:
-    """Runs a script as it is, or with features turned off."""
-
-    def __init__(self, command: Sequence[str], devices: int, steps: int, report: Callable[[str], None]) -> None:
-        self._command, self._devices, self._steps, self._report = command, devices, steps, report
-        self._num_runs = 0
-
-    def run(self, num_ranks: int, *off: str) -> tuple[list[ScriptTrace], str]:
-        """Return the trace of each rank, and what the script ended with if it has failed."""
-        self._num_runs += 1
-        what = f", {' and '.join(off)} turned off" if off else ""
-        self._report(f"run {self._num_runs} of at most 5: {plural(num_ranks, 'rank')}{what}")
-        with TemporaryDirectory(prefix="lockstep-verify-") as folder, environment_restored():
-            os.environ[RANK_SETUP] = json.dumps([[_RECORDER, folder, self._steps, list(off)]])
-            os.environ.setdefault("OMP_NUM_THREADS", str(threads_for(num_ranks)))
-            flags = {"devices": num_ranks, "watchdog": _WATCHDOG_S, "redirects": 3, "log-dir": f"{folder}/logs"}
-            job = [*(word for name, value in flags.items() for word in (f"--{name}", str(value))), *self._command]
-            failure = ""
-            try:
-                run(job)
-            except (JobHangs, RankFailed) as error:
-                failure = str(error)
-            return [_read(Path(folder) / str(rank)) for rank in range(num_ranks)], failure
-
-
-def _read(path: Path) -> ScriptTrace:
-    """Return the trace of a rank; an empty one if it was killed."""
-    if not path.exists():
-        return ScriptTrace({}, {}, ())
-    trace: ScriptTrace = pickle.loads(path.read_bytes())
-    return trace
-
-
 def compare_traces(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> TraceComparison:
     """Compare the updates of one rank with those of N."""
-    numbers = _numbers(one, ranks)
-    comparison = compare(_together([one], numbers), _together(ranks, numbers), _HALF if one.is_half else SINGLE)
+    numbers = numbers_of(one, ranks)
+    comparison = compare(_together([one], numbers), _together(ranks, numbers), HALF if one.is_half else SINGLE)
     # A script may scale the loss of a part as it likes, if its gradients are right.
     is_same = all(difference.kind == "loss" for difference in comparison.differences)
     return replace(comparison, differences=()) if is_same else comparison
@@ -219,33 +79,33 @@ def _together(ranks: Sequence[ScriptTrace], numbers: Sequence[int]) -> list[Trac
 # What loaders, generators and schedules show, whatever the numbers are.
 
 
-def _structural(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> Iterator[Diagnosis]:
+def structural(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> Iterator[Diagnosis]:
     """Yield the causes that can be seen without comparing gradients."""
-    numbers = _numbers(one, ranks)
+    numbers = numbers_of(one, ranks)
     comparison = compare_traces(one, ranks)
     who = plural(len(ranks), "rank")
     samples = list(_of_samples(one, ranks))
     yield from samples[:1]
     for before, after in _consecutive(ranks[0].passes):
         if before.shuffles and before.indices == after.indices and len(before.indices) > 1:
-            yield _diagnosis(Cause.EPOCH, f"Two passes over {before.dataset} have the same shuffled order.")
+            yield diagnosis(Cause.EPOCH, f"Two passes over {before.dataset} have the same shuffled order.")
             break
     equal = [number for number in numbers if _have_equal_masks([rank.steps[number] for rank in ranks])]
     if equal and len(ranks) > 1:
         evidence = f"At step {equal[0]}, forward draws random numbers, and the generators of all ranks are equal."
-        yield _diagnosis(Cause.MASKS, evidence)
+        yield diagnosis(Cause.MASKS, evidence)
     if start := comparison.of_kind("initial parameter"):
-        yield _diagnosis(Cause.MODEL, f"The ranks start from other weights than one process: {start}.")
+        yield diagnosis(Cause.MODEL, f"The ranks start from other weights than one process: {start}.")
     if rate := comparison.of_kind("learning rate"):
-        yield _diagnosis(Cause.RATES, f"The ranks train with another {rate}.")
+        yield diagnosis(Cause.RATES, f"The ranks train with another {rate}.")
     counts = [len(rank.steps) for rank in ranks]
     if not samples and {*counts} != {len(one.steps)}:
         text = " and ".join(f"rank {rank} {count}" for rank, count in enumerate(counts))
-        yield _diagnosis(Cause.STEPS, f"One process makes {len(one.steps)} updates, {text}.")
+        yield diagnosis(Cause.STEPS, f"One process makes {len(one.steps)} updates, {text}.")
     evaluated = [[pass_ for pass_ in rank.passes if not pass_.is_training and pass_.indices] for rank in (one, *ranks)]
     for whole, *parts in zip(*evaluated, strict=False):
-        if problem := _problem_of_evaluation(whole, parts):
-            yield _diagnosis(Cause.EVALUATION, f"An evaluation of {whole.dataset} on {who}: {problem}.")
+        if problem := problem_of_evaluation(whole, parts):
+            yield diagnosis(Cause.EVALUATION, f"An evaluation of {whole.dataset} on {who}: {problem}.")
             break
 
 
@@ -262,43 +122,43 @@ def _have_equal_masks(steps: Sequence[ScriptStep]) -> bool:
 def _of_samples(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> Iterator[Diagnosis]:
     """Yield why the ranks train on other samples than one process; the first says it best."""
     whole, parts = len(one.steps[0].indices), [len(rank.steps[0].indices) for rank in ranks]
-    numbers, who = _numbers(one, ranks), plural(len(ranks), "rank")
+    numbers, who = numbers_of(one, ranks), plural(len(ranks), "rank")
     of_steps = [[sorted(rank.steps[number].samples) for rank in ranks] for number in numbers]
     if len(ranks) > 1 and all(lists[0] and all(part == lists[0] for part in lists) for lists in of_steps):
         evidence = (
             f"All ranks train on the same samples: {parts[0]} in the first update, where one process has {whole}."
         )
-        yield _diagnosis(Cause.SAMPLER, evidence)
-    for expected, *passes in _passes(one, ranks):
+        yield diagnosis(Cause.SAMPLER, evidence)
+    for expected, *passes in passes_of(one, ranks):
         for rank, pass_ in enumerate(passes):
-            if not one.is_augmented and (wrong := _other_samples(expected, pass_)):
+            if not one.is_augmented and (wrong := other_samples(expected, pass_)):
                 evidence = f"Sample {wrong[0]} of {pass_.dataset} on rank {rank} is not that of one process."
-                yield _diagnosis(Cause.DATA, evidence)
+                yield diagnosis(Cause.DATA, evidence)
     if sum(parts) == len(ranks) * whole and len(ranks) > 1:
         evidence = f"An update takes {sum(parts)} samples instead of {whole}: {parts[0]} on each of {who}."
-        yield _diagnosis(Cause.BATCH, evidence)
-    for expected, *passes in _passes(one, ranks):
+        yield diagnosis(Cause.BATCH, evidence)
+    for expected, *passes in passes_of(one, ranks):
         counts, wanted = Counter(index for pass_ in passes for index in pass_.indices), Counter(expected.indices)
         twice, never = (counts - wanted).total(), len(wanted.keys() - counts.keys())
         if 0 < twice < len(ranks) and not never:
-            yield _diagnosis(Cause.PADDED, f"{plural(twice, 'sample')} of {expected.dataset} count twice in an epoch.")
+            yield diagnosis(Cause.PADDED, f"{plural(twice, 'sample')} of {expected.dataset} count twice in an epoch.")
         elif twice and never:
             evidence = f"In an epoch, {never} of {len(wanted)} samples are on no rank, and {twice} on more than one."
-            yield _diagnosis(Cause.SAMPLER, evidence)
+            yield diagnosis(Cause.SAMPLER, evidence)
         elif never:
-            yield _diagnosis(Cause.DATA, f"In an epoch, {never} of {len(wanted)} samples are on no rank.")
+            yield diagnosis(Cause.DATA, f"In an epoch, {never} of {len(wanted)} samples are on no rank.")
     sample = compare_traces(one, ranks).of_kind("sample")
-    if sample and sum(parts) == whole and any(True for _ in _passes(one, ranks)):
+    if sample and sum(parts) == whole and any(True for _ in passes_of(one, ranks)):
         evidence = f"In an epoch, the ranks use each sample as often as one process, in another order: {sample}."
         advice = (
             "Use the DistributedSampler, or lockstep.prepare, on one rank, too: it has the same order on any number."
         )
         yield Diagnosis(Cause.DATA, evidence, advice)
     elif sample:
-        yield _diagnosis(Cause.DATA, f"The ranks do not train on what one process trains on: {sample}.")
+        yield diagnosis(Cause.DATA, f"The ranks do not train on what one process trains on: {sample}.")
 
 
-def _passes(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> Iterator[tuple[Pass, ...]]:
+def passes_of(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> Iterator[tuple[Pass, ...]]:
     """Yield each pass that trains, of one process and of each rank, if all have the same data set.
 
     A rank may also have a data set of its own, with its part of the samples.
@@ -309,12 +169,12 @@ def _passes(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> Iterator[tuple[Pa
             yield passes
 
 
-def _other_samples(expected: Pass, actual: Pass) -> list[Any]:
+def other_samples(expected: Pass, actual: Pass) -> list[Any]:
     """Return the indices at which two passes have loaded different samples."""
     return [index for index, digest in actual.contents.items() if expected.contents.get(index, digest) != digest]
 
 
-def _problem_of_evaluation(whole: Pass, parts: Sequence[Pass]) -> str:
+def problem_of_evaluation(whole: Pass, parts: Sequence[Pass]) -> str:
     """Return what is wrong with an evaluation, in which one process has read all; empty if nothing is."""
     wanted, read = {*whole.indices}, [{*part.indices} for part in parts]
     if whole.is_stream or any(len(part) >= len(wanted) for part in read):
@@ -333,45 +193,45 @@ def _problem_of_evaluation(whole: Pass, parts: Sequence[Pass]) -> str:
 # What the numbers show.
 
 # Of these, and where ranks differ, the numbers follow.
-_EXPLAINS = {Cause.BATCH, Cause.SAMPLER, Cause.PADDED, Cause.DATA, Cause.MODEL, Cause.RATES, Cause.STEPS}
-_EXPLAINS |= {Cause.BESIDE, Cause.UNREDUCED, Cause.UPDATE, Cause.CLIPPED, Cause.BUFFERS, Cause.STATE}
+EXPLAINS = {Cause.BATCH, Cause.SAMPLER, Cause.PADDED, Cause.DATA, Cause.MODEL, Cause.RATES, Cause.STEPS}
+EXPLAINS |= {Cause.BESIDE, Cause.UNREDUCED, Cause.UPDATE, Cause.CLIPPED, Cause.BUFFERS, Cause.STATE}
 
 
-def _of_ranks(ranks: Sequence[ScriptTrace], norms: Collection[str]) -> Iterator[Diagnosis]:
+def of_ranks(ranks: Sequence[ScriptTrace], norms: Collection[str]) -> Iterator[Diagnosis]:
     """Yield why ranks do not hold the same: their gradients at an update, their attributes, their buffers."""
     starts = len({tuple(tensor.digest for tensor in rank.initial["parameter"].values()) for rank in ranks}) > 1
-    for number in _numbers(ranks[0], ranks):
+    for number in numbers_of(ranks[0], ranks):
         steps = [rank.steps[number] for rank in ranks]
         unequal = _unequal(steps, "gradient")
         if outside := [name for name in steps[0].outside if name in unequal]:
             evidence = f"The optimizer updates {', '.join(outside[:3])}, which no data-parallel wrapper has."
-            yield _diagnosis(Cause.BESIDE, evidence)
+            yield diagnosis(Cause.BESIDE, evidence)
         elif unequal:
             reason = ": forward was called on the module in the wrapper, or backward in no_sync" * steps[0].bypassed
             text = f"The gradient of {unequal[0]} differs between the ranks at the update of step {number}{reason}."
-            yield _diagnosis(Cause.UNREDUCED, text)
+            yield diagnosis(Cause.UNREDUCED, text)
         has_same = not unequal and not starts and all(step.rates == steps[0].rates for step in steps)
         if has_same and (names := _unequal(steps, "parameter")):
             text = f"{names[0]} differs between the ranks after the update of step {number}, its gradient does not."
-            yield _diagnosis(Cause.UPDATE, text)
+            yield diagnosis(Cause.UPDATE, text)
         if len({step.before_clipping for step in steps}) > 1 and not unequal:
             text = f"At step {number}, each rank clips its own gradients, and then they are averaged."
-            yield _diagnosis(Cause.CLIPPED, text)
+            yield diagnosis(Cause.CLIPPED, text)
         # Batch norm's statistics differ until the next forward.
         buffers = [
             name for name in _unequal(steps, "buffer") if name.rpartition(".")[0].rpartition(":")[2] not in norms
         ]
         if buffers:
-            yield _diagnosis(Cause.BUFFERS, f"{buffers[0]} differs between the ranks at step {number}.")
+            yield diagnosis(Cause.BUFFERS, f"{buffers[0]} differs between the ranks at step {number}.")
         for name, value in steps[0].attributes.items():
             others = [step.attributes.get(name) for step in steps[1:]]
             begun = [rank.steps[0].attributes.get(name) for rank in ranks]
             if any(other != value for other in others) and begun != [value, *others]:
                 text = f"The attribute {name} has other values on the ranks at step {number}, and changes."
-                yield _diagnosis(Cause.STATE, text)
+                yield diagnosis(Cause.STATE, text)
 
 
-def _of_means(one: ScriptTrace, ranks: Sequence[ScriptTrace], first: Difference) -> Iterator[Diagnosis]:
+def of_means(one: ScriptTrace, ranks: Sequence[ScriptTrace], first: Difference) -> Iterator[Diagnosis]:
     """Yield why gradients or updates, which are the same on all ranks, are not those of one process."""
     assert first.step is not None
     number, expected = first.step, one.steps[first.step]
@@ -379,28 +239,28 @@ def _of_means(one: ScriptTrace, ranks: Sequence[ScriptTrace], first: Difference)
     sizes = [len(step.indices) for step in steps]
     losses = [step.loss for step in steps]
     if first.kind == "parameter":
-        yield _diagnosis(Cause.UPDATE, f"Gradients and rates are those of one process, the update is not: {first}.")
+        yield diagnosis(Cause.UPDATE, f"Gradients and rates are those of one process, the update is not: {first}.")
     elif first.kind == "gradient" and (factor := _factor(expected, steps[0])) is not None:
         mean = sum(losses) / len(losses) / expected.loss if expected.loss else 1.0
         ends = " < ".join(steps[0].operations[:3])
         text = f"At step {number}, gradients are {factor:.3g} times those of one process, and losses {mean:.3g} times"
-        yield _diagnosis(Cause.SCALED, f"{text}. The loss ends in {ends} (the last operation first).")
+        yield diagnosis(Cause.SCALED, f"{text}. The loss ends in {ends} (the last operation first).")
     elif first.kind == "gradient" and len({*sizes}) > 1:
         text = f"At step {number}, the ranks have {' and '.join(map(str, sizes))} samples, but their means count alike."
-        yield _diagnosis(Cause.WEIGHTING, text)
+        yield diagnosis(Cause.WEIGHTING, text)
     elif first.kind == "gradient" and (times := _times_weights(one, number, steps[0])) is not None:
         text = (
             f"At step {number}, gradients differ by {times:.3g} times the weights: a penalty counts {len(ranks)} times"
         )
-        yield _diagnosis(Cause.TERM, f"{text}, or not at all.")
+        yield diagnosis(Cause.TERM, f"{text}, or not at all.")
     elif first.kind == "gradient" and min(losses) < expected.loss < max(losses):
         text = f"At step {number}, the loss of one process is {expected.loss:.4g}, and those of the ranks are "
         text += f"{' and '.join(f'{loss:.4g}' for loss in losses)}: the parts do not count as they do in the whole."
-        yield _diagnosis(Cause.WEIGHTING, text)
+        yield diagnosis(Cause.WEIGHTING, text)
     elif first.kind == "gradient":
         text = f"At step {number}, samples and weights are those of one process, but the losses of the ranks, "
         text += f"{' and '.join(f'{loss:.4g}' for loss in losses)}, are not parts of its loss, {expected.loss:.4g}."
-        yield _diagnosis(Cause.COUPLED, text)
+        yield diagnosis(Cause.COUPLED, text)
 
 
 def _unequal(traces: Sequence[StepTrace], kind: str) -> list[str]:
