@@ -46,6 +46,7 @@ class Cause(StrEnum):
     UNREDUCED = "gradients that were not averaged"
     UPDATE = "an update that depends on the rank"
     EVALUATION = "an evaluation of a part"
+    FAILED = "an error on several ranks"
 
 
 # ``{num}`` stands for the number of ranks.
