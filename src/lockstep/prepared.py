@@ -15,17 +15,14 @@ from lockstep.comm.collectives import all_gather_object, device_for, gather_stat
 from lockstep.comm.world import World, init
 from lockstep.data.comparison import check_same_data
 from lockstep.data.loader import LoadOptions
-from lockstep.data.order import mix, seed_device
+from lockstep.data.order import mix
 from lockstep.errors import ConfigurationError, called_by_all
 from lockstep.loop.batch_parts import parts
 from lockstep.loop.passes import models
 from lockstep.loop.prepared_loader import PreparedLoader as PreparedLoader
 from lockstep.loop.prepared_loader import prepared_loader
-from lockstep.loop.random_state import draws, kept_states, process_states, share_states
+from lockstep.loop.random_state import draws, kept_states, process_states, seed_rank, share_states
 from lockstep.parallel.ddp.wrapper import DistributedDataParallel
-
-# Separates the random numbers of ranks from those of other purposes with the same seed.
-_RANK = 10
 
 
 @called_by_all("lockstep.prepare")
@@ -76,8 +73,7 @@ def prepare(*objects: Any) -> Any:
     states, num_taken = gather_states([process_states(), draws.num_taken], group=group, device=device)[0]
     seed = mix(*states[0].view(torch.int64).tolist(), num_taken)
     if world.rank:
-        torch.default_generator.manual_seed(mix(seed, _RANK, world.rank))
-        seed_device(world.device, mix(seed, _RANK, world.rank))
+        seed_rank(seed, world.rank, world.device)
     if world.world_size > 1:
         share_states(states)
     draws.take(states if world.world_size > 1 else None)

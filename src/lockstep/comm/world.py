@@ -540,6 +540,10 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
     return world
 
 
+# The values that `seed` was given, by what it has set on this rank.
+shared_seeds: dict[int, int] = {}
+
+
 def seed(world: World, value: int) -> None:
     """Seed ``random``, numpy and torch on all devices, differently on each rank; processes of loaders follow from it.
 
@@ -555,6 +559,7 @@ def seed(world: World, value: int) -> None:
     random.seed(rank_seed)
     np.random.seed(rank_seed)
     torch.manual_seed(rank_seed)
+    shared_seeds[rank_seed] = value
 
 
 def _on_its_machine(env: RankEnv, store: dist.Store) -> RankEnv:

@@ -230,6 +230,7 @@ class Progress:
             self.epoch += 1
         draws.num_taken = 0
         if self.world_size > 1:
+            draws.follow_seed(self.rank, self.device)
             torch.empty(()).random_()  # so that the next `prepare` finds another state
         resumed, self.resumed = self.resumed, None
         before = self.states()

@@ -9,10 +9,13 @@ import numpy as np
 import torch
 from torch.utils import data
 
-from lockstep.data.order import seed_cpu
+from lockstep.comm.world import shared_seeds
+from lockstep.data.order import mix, seed_cpu, seed_device
 
 _PYTHON, _NUMPY, _TORCH = object(), object(), object()  # stand for the generators of the process
 _OF_PROCESS = (_TORCH, _PYTHON, _NUMPY)
+# Separates the random numbers of ranks from those of other purposes with the same seed.
+_RANK = 10
 _GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
 
 
@@ -102,7 +105,8 @@ class Draws:
     draws more of them for larger parts. So on several ranks the samplers of all prepared loaders draw from one copy of
     rank zero's generators, taken in `prepare`; and so does a stream that this process reads. If nothing else draws,
     these are the numbers of the script without `prepare`. A single rank has no copies: its samplers draw what they
-    would.
+    would. If the script sets torch's seed later, as some do in each epoch, the copy follows; the seed must be the same
+    on all ranks, or that of `lockstep.seed`.
 
     Attributes:
         num_taken: How often copies were taken since a pass began.
@@ -112,10 +116,25 @@ class Draws:
         self.num_taken = 0
         self._states: list[Any] | None = None
         self._is_open = False
+        self._seed, self._seen = 0, torch.empty(0)  # torch's seed, and its state when the copies were taken
 
     def take(self, copies: list[Any] | None) -> None:
         """Draw from copies with the states of rank zero from now on; None: a single rank needs none."""
         self._states, self.num_taken = copies, self.num_taken + 1
+        self._seed, self._seen = torch.initial_seed(), torch.get_rng_state()
+
+    def follow_seed(self, rank: int, device: torch.device) -> None:
+        """Go on from the state of torch's generator if the script has seeded it; this rank's is then its own again."""
+        state, seed = torch.get_rng_state(), torch.initial_seed()
+        if self._states is None or torch.equal(state, self._seen):
+            return
+        if seed == self._seed and not torch.equal(state, seeded_state(seed)):
+            return  # it has drawn
+        shared = shared_seeds.get(seed)
+        self._states[0] = state if shared is None else seeded_state(shared)
+        if rank and shared is None:
+            seed_rank(seed, rank, device)
+        self._seed, self._seen = torch.initial_seed(), torch.empty(0)  # the pass that begins draws from it
 
     def states(self, *, only_torch: bool = False) -> list[Any]:
         """Return the states that the next sampler begins with."""
@@ -152,6 +171,17 @@ class Draws:
 
 
 draws = Draws()
+
+
+def seed_rank(seed: int, rank: int, device: torch.device) -> None:
+    """Seed torch's generators of this rank, so that they differ from those of the others."""
+    torch.default_generator.manual_seed(mix(seed, _RANK, rank))
+    seed_device(device, mix(seed, _RANK, rank))
+
+
+def seeded_state(seed: int) -> torch.Tensor:
+    """Return the state of torch's generator after ``torch.manual_seed(seed)``."""
+    return torch.Generator().manual_seed(seed).get_state()
 
 
 def process_states() -> list[Any]:
