@@ -8,7 +8,7 @@ from lockstep.study.common import log
 from lockstep.study.verify.causes import Cause, Diagnosis, Row
 from lockstep.study.verify.diagnose import Verification
 from lockstep.study.verify.interventions import Subject
-from lockstep.study.verify.script.runs import Runs
+from lockstep.study.verify.script.runs import OutOfTime, Runs
 from lockstep.study.verify.script.script_causes import (
     EXPLAINS,
     HALF,
@@ -27,23 +27,33 @@ from lockstep.train.settings import Settings
 
 
 def verify_script(
-    command: Sequence[str], *, devices: int = 2, steps: int = 4, report: Callable[[str], None] = log
+    command: Sequence[str],
+    *,
+    devices: int = 2,
+    steps: int = 4,
+    minutes: float | None = None,
+    allow_writes: bool = False,
+    report: Callable[[str], None] = log,
 ) -> Verification:
     """Run a script with one rank and with N, and find out whether it is the same training run.
 
     Starts processes and blocks until they are done: two runs, and up to three more if they differ. The script is not
-    changed, but its passes over loaders are cut short; see [Note: the script is cut short].
+    changed, but its passes over loaders are cut short; see [Note: the script is cut short]. Each run sees the files as
+    they are now; what it writes is removed after it.
 
     Args:
         command: The script and its arguments.
         devices: Ranks.
         steps: Updates of each epoch that are compared.
+        minutes: For all runs together.
+        allow_writes: Whether the runs may change files.
         report: Called with a text about progress.
 
     Raises:
-        ConfigurationError: The script fails with one rank, or updates nothing.
+        ConfigurationError: The script fails with one rank, or updates nothing; the time was over before two runs were
+            done; or the system permits no way to protect files.
     """
-    runs = Runs(command, devices, steps, report)
+    runs = Runs(command, steps, report, minutes=minutes, allow_writes=allow_writes)
     (one,), failure = runs.run(1)
     if not one.steps:
         raise ConfigurationError(
@@ -63,12 +73,16 @@ def verify_script(
         return replace(result, subject=replace(subject, steps=numbers_of(one, [one])))
     comparison = compare_traces(one, ranks)
     findings, rows, apart_from = list(structural(one, ranks)), [], dict[str, Diagnosis]()
+    known = replace(result, comparison=comparison, findings=tuple(findings), explained=False)
     draws = one.is_augmented or any(step.draws for step in one.steps)
     off = ["random"] * draws + ["batchnorm"] * bool(one.norms)
     if off and not comparison.same:
         # A script without errors differs in these, and they would hide errors.
-        (clean, *_), _ = runs.run(1, *off)
-        clean_ranks, _ = runs.run(devices, *off)
+        try:
+            (clean, *_), _ = runs.run(1, *off)
+            clean_ranks, _ = runs.run(devices, *off)
+        except OutOfTime as over:
+            return replace(known, remark=f"{remark}\n{over}".strip())
         if numbers_of(clean, clean_ranks):
             by_index = one.is_augmented
             one, *ranks = (replace(trace, is_augmented=by_index) for trace in (clean, *clean_ranks))
@@ -83,7 +97,10 @@ def verify_script(
         if first is not None and not EXPLAINS & {finding.cause for finding in findings}:
             findings += of_means(one, ranks, first)
         if not findings:
-            (again, *_), _ = runs.run(1, *off)
+            try:
+                (again, *_), _ = runs.run(1, *off)
+            except OutOfTime as over:
+                return replace(known, rows=tuple(rows), remark=f"{remark}\n{over}".strip())
             repeated = compare_traces(one, [again])
             rows.append(Row("nothing else", "one rank, twice", str(repeated), repeated.same))
             if repeated.first is not None:
