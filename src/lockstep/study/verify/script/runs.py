@@ -58,7 +58,7 @@ def count_devices() -> int:
     return fork_server.ForkedProcess(pid).wait()
 
 
-class OutOfTime(Exception):  # noqa: N818 - no error: the runs so far count
+class OutOfTime(Exception):
     """The time for all runs is over."""
 
 
@@ -96,7 +96,7 @@ class Runs:
             Stopped: A signal arrived, and the ranks have ended.
         """
         self._num_runs += 1
-        what = f"{plural(num_ranks, 'rank')}{off and ', '}{' and '.join(off)}{' turned off' * bool(off)}"
+        what = plural(num_ranks, "rank") + (f", {' and '.join(off)} turned off" if off else "")
         took = f" (the first took {self._first_s:.0f} s)" if self._first_s else ""
         self._report(f"run {self._num_runs} of at most 5: {what}{took}")
         began_s = time.monotonic()
@@ -138,8 +138,7 @@ class Runs:
         if self._num_runs > 2:
             return OutOfTime(f"{stopped}: run {self._num_runs} ({what}) is missing.")
         return ConfigurationError(
-            f"{stopped}, before run {self._num_runs} ({what}) was done, and verify compares two.
-Give more minutes."
+            f"{stopped}, before run {self._num_runs} ({what}) was done, and verify compares two.\nGive more minutes."
         )
 
     def _be_child(self, parent: int, scratch: Path, outcome: int, num_ranks: int, off: Sequence[str]) -> NoReturn:
