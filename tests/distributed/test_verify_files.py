@@ -189,7 +189,7 @@ def test_without_overlays_writes_fail_and_the_switch_is_named(tmp_path, folder, 
     before = digest(tmp_path)
     with pytest.raises(ConfigurationError) as caught:
         verify_script([str(tmp_path / "writes.py"), str(folder), "1"], report=lambda _: None)
-    assert f"PermissionError: [Errno 13] Permission denied: '{str(folder / 'new-1')}'" in str(caught.value).replace(
+    assert f"PermissionError: [Errno 13] Permission denied: '{folder / 'new-1'!s}'" in str(caught.value).replace(
         "\\\\", "\\"
     )
     assert "writes outside of TMPDIR are refused. To let the runs change files, pass --allow-writes" in str(

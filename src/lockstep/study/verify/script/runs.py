@@ -134,7 +134,7 @@ class Runs:
         return [pickle.loads(trace) if trace else ScriptTrace({}, {}, ()) for trace in traces], failure
 
     def _out_of_time(self, what: str) -> Exception:
-        stopped = f"Stopped after {plural(self._minutes or 0, 'minute')} (--minutes)"
+        stopped = f"Stopped after {self._minutes:g} minutes (--minutes)"
         if self._num_runs > 2:
             return OutOfTime(f"{stopped}: run {self._num_runs} ({what}) is missing.")
         return ConfigurationError(
