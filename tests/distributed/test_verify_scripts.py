@@ -56,8 +56,10 @@ SOUND = {
     "local_batchnorm": ("batch norm statistics",),
     "gan_two_optimizers": (),
     "lockstep_weighted": (),
+    "resumes_by_itself": (),
 }
 OTHERS_SOUND = {
+    "saves_best": (),
     "accumulation_no_sync": (),
     "hand_made_average": (),
     "token_weighted": (),

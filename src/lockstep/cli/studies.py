@@ -1,6 +1,7 @@
 """The study commands: compare, tune, predict, verify, doctor, report and rehearse. Each parses, calls and prints."""
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -214,15 +215,28 @@ def predict(target: str, link: str | None, latency: float, json_file: str | None
 
 
 def _verify_script(
-    command: Sequence[str], devices: int | None, steps: int, json_file: str | None, **settings: Any
+    command: Sequence[str],
+    devices: int | None,
+    steps: int,
+    minutes: float | None,
+    allow_writes: bool,
+    json_file: str | None,
+    **settings: Any,
 ) -> int:
     if names := [name for name, value in settings.items() if value not in (None, "ddp", Settings().seed)]:
         raise click.UsageError(f"--{names[0].replace('_', '-')} is for a task, and {command[0]} is a script.")
     check_writable(json_file)
-    num_devices = _num_devices(devices)
-    from lockstep.study.verify.script.verify_script import verify_script
+    # Each run is forked from this process, so it must not use devices or threads.
+    with fork_server.signal_handlers((signal.SIGINT,), fork_server.end_early):
+        from lockstep.study.verify.script import runs, verify_script
 
-    return _show_verified(verify_script(command, devices=num_devices, steps=steps), json_file)
+        fork_server.import_modules(runs.MODULES)
+    import torch
+
+    torch.set_num_threads(1)
+    limits: dict[str, Any] = {"steps": steps, "minutes": minutes, "allow_writes": allow_writes}
+    verdict = verify_script.verify_script(command, devices=devices or runs.count_devices() or 2, **limits)
+    return _show_verified(verdict, json_file)
 
 
 def _show_verified(verdict: Any, json_file: str | None) -> int:
@@ -242,14 +256,23 @@ def _show_verified(verdict: Any, json_file: str | None) -> int:
 @settings_options(Settings, "reproducible", "seed", "global_batch_size")
 @click.option("--strategy", type=click.Choice(["ddp", "local-sgd", "diloco"]), default="ddp", show_default=True)
 @settings_options(Settings, "sync_every", "fragments", "sync_delay", "outer_lr", "outer_momentum")
+@click.option("--minutes", type=click.FloatRange(min=0, min_open=True), metavar="M", help="For all runs of a script.")
+@click.option("--allow-writes", is_flag=True, help="Let the runs of a script change files.")
 @_JSON
 def verify(
-    task_file: str, devices: int | None, steps: int, strategy: Any, json_file: str | None, **settings: Any
+    task_file: str,
+    devices: int | None,
+    steps: int,
+    strategy: Any,
+    minutes: float | None,
+    allow_writes: bool,
+    json_file: str | None,
+    **settings: Any,
 ) -> int:
     """Train some steps of a task, or of any script, as one process and as N ranks: is it the same run?
 
     If not, names the first tensor that differs, and finds the cause by turning off one feature at a time. Computes in
-    float64 where a task allows it. A script runs as under lockstep run, on shortened epochs.
+    float64 where a task allows it. A script runs as under lockstep run, on shortened epochs; what it writes is removed.
 
     Exit code 0: the same run; 3: the same, apart from dropout masks, other random numbers in forward, or batch norm
     statistics; 1: not the same, or an error.
@@ -266,6 +289,8 @@ def verify(
     """
     from lockstep.study.verify import diagnose
 
+    if minutes is not None or allow_writes:
+        raise click.UsageError(f"--minutes and --allow-writes are for a script, and {task_file} is a task.")
     check_writable(json_file)
     training_settings = Settings(**settings)
     check_engine(strategy, training_settings)

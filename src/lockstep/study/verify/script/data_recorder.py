@@ -241,11 +241,10 @@ class DataRecorder:
         states = generator_states()
         with self._draws.of_data():
             iterator = original(loader)
-        # While a prepared loader makes its iterator, these are in the place of the script's.
-        if isinstance(loader.batch_sampler, Division) or isinstance(loader.collate_fn, DividedCollate):
+        # While a prepared loader makes its iterator, the first two are in the place of the script's.
+        ours = loader.batch_sampler, loader.collate_fn, loader.dataset
+        if any(isinstance(each, Division | DividedCollate | Fetch) for each in ours):
             self._forget()
-        elif isinstance(loader.dataset, Fetch):
-            self._draws.forget()
         pass_ = self._pass_of(iterator)
         if pass_ is not None and not pass_.is_prepared and loader.num_workers and loader.generator is None:
             pass_.drawn["loader processes"] = states["torch"]  # their seeds are drawn from it
@@ -259,17 +258,16 @@ class DataRecorder:
         except StopIteration:
             if (pass_ := self._pass_of(iterator)) is not None:
                 pass_.is_over = True
-                if pass_.is_prepared:
-                    self._forget()
             raise
-        if (pass_ := self._pass_of(iterator)) is not None:
+        finally:
+            if (pass_ := self._pass_of(iterator)) is None or pass_.is_prepared:
+                self._forget()
+        if pass_ is not None:
             self._receive(pass_, batch, states)
-        else:
-            self._draws.forget()
         return batch
 
     def _forget(self) -> None:
-        """Leave out what is drawn before the next forward: on ranks, prepared loaders seed and set generators back."""
+        """Leave out what is drawn before the next forward: on ranks, our loaders seed and set generators back."""
         if self._world_size > 1:
             self._draws.forget()
 
@@ -282,6 +280,7 @@ class DataRecorder:
         indices, is_empty = pass_.waiting.popleft(), False
         if isinstance(batch, StreamBatch):
             pass_.is_prepared = True
+            self._forget()
             is_empty = not cut(batch.whole.size, self._world_size, self._rank)
             batch = batch.batch
         elif not pass_.is_stream:
@@ -292,9 +291,8 @@ class DataRecorder:
             indices = rows
         if len(rows) == len(indices):
             pass_.contents.update(zip(indices, rows, strict=True))
-        if pass_.is_prepared and self._world_size > 1:
-            self._forget()
-        elif pass_.num_loaded:  # the first batch of a pass is preceded by the sampler's draws
+        is_seeded = pass_.is_prepared and self._world_size > 1  # each sample has random numbers of its own
+        if pass_.num_loaded and not is_seeded:  # the first batch of a pass is preceded by the sampler's draws
             after = generator_states()
             drawn = {name: state for name, state in states.items() if after[name] != state}
             pass_.drawn = drawn | pass_.drawn

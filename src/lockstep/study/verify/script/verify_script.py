@@ -8,7 +8,7 @@ from lockstep.study.common import log
 from lockstep.study.verify.causes import Cause, Diagnosis, Row
 from lockstep.study.verify.diagnose import Verification
 from lockstep.study.verify.interventions import Subject
-from lockstep.study.verify.script.runs import Runs
+from lockstep.study.verify.script.runs import OutOfTime, Runs
 from lockstep.study.verify.script.script_causes import (
     EXPLAINS,
     HALF,
@@ -26,23 +26,33 @@ from lockstep.train.settings import Settings
 
 
 def verify_script(
-    command: Sequence[str], *, devices: int = 2, steps: int = 4, report: Callable[[str], None] = log
+    command: Sequence[str],
+    *,
+    devices: int = 2,
+    steps: int = 4,
+    minutes: float | None = None,
+    allow_writes: bool = False,
+    report: Callable[[str], None] = log,
 ) -> Verification:
     """Run a script with one rank and with N, and find out whether it is the same training run.
 
     Starts processes and blocks until they are done: two runs, and up to three more if they differ. The script is not
-    changed, but its passes over loaders are cut short; see [Note: the script is cut short].
+    changed, but its passes over loaders are cut short; see [Note: the script is cut short]. Each run sees the files as
+    they are now; what it writes is removed after it.
 
     Args:
         command: The script and its arguments.
         devices: Ranks.
         steps: Updates of each epoch that are compared.
+        minutes: For all runs together.
+        allow_writes: Whether the runs may change files.
         report: Called with a text about progress.
 
     Raises:
-        ConfigurationError: The script fails with one rank, or updates nothing.
+        ConfigurationError: The script fails with one rank, or updates nothing; the time was over before two runs were
+            done; or the system permits no way to protect files.
     """
-    runs = Runs(command, devices, steps, report)
+    runs = Runs(command, steps, report, minutes=minutes, allow_writes=allow_writes)
     (one,), failure = runs.run(1)
     if failure or not one.steps:
         what = "fails" if failure else "makes no update"
@@ -70,8 +80,8 @@ def verify_script(
     is_judged = True
     if off and not comparison.same and not _causes(findings) & EXPLAINS:
         # A script without errors differs in these, and they would hide errors.
-        clean, failure = runs.run(1, *off)
-        clean_ranks, failure = ([], failure) if failure else runs.run(devices, *off)
+        clean, failure = _attempt(runs, 1, *off)
+        clean_ranks, failure = ([], failure) if failure else _attempt(runs, devices, *off)
         what = " and ".join(off)
         if is_judged := not failure:
             one, *ranks = (replace(trace, is_augmented=is_augmented) for trace in (*clean, *clean_ranks))
@@ -89,10 +99,11 @@ def verify_script(
         if first is not None and not _causes(findings) & EXPLAINS:
             findings += of_means(one, ranks, first)
         if not findings:
-            again, failure = runs.run(1, *off)
-            repeated = compare_traces(one, again)
-            outcome = f"failed: {failure}" if failure else str(repeated)
-            rows.append(Row("nothing else", "one rank, twice", outcome, repeated.same, failure))
+            again, failure = _attempt(runs, 1, *off)
+            error = failure.partition("\n")[0]
+            repeated = compare_traces(one, again or [one])
+            outcome = f"failed: {error}" if failure else str(repeated)
+            rows.append(Row("nothing else", "one rank, twice", outcome, repeated.same and not error, error))
             if repeated.first is not None and not failure:
                 evidence = f"One rank, run twice, gives another {repeated.first}."
                 findings.append(diagnosis(Cause.OPERATOR, evidence))
@@ -107,6 +118,14 @@ def verify_script(
         rows=tuple(rows),
         explained=last.same,
     )
+
+
+def _attempt(runs: Runs, num_ranks: int, *off: str) -> tuple[list[ScriptTrace], str]:
+    """Run an experiment; return also why it proves nothing, as the script fails or the time is over."""
+    try:
+        return runs.run(num_ranks, *off)
+    except OutOfTime as over:
+        return [], str(over)
 
 
 def _causes(findings: Sequence[Diagnosis]) -> set[Cause]:
