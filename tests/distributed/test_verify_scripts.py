@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import ConfigurationError
-from lockstep.study.verify.causes import Cause
 from lockstep.study.verify.script.verify_script import verify_script
+from lockstep.study.verify.verdict import Cause
 
 SCRIPTS = Path(__file__).parents[1] / "scripts" / "verify"
 
@@ -161,4 +161,4 @@ def test_a_script_may_train_without_end(tmp_path):
     )
     found = verify_script([str(script)], report=lambda _: None)
     assert found.same
-    assert len(found.subject.steps) == 12
+    assert len(found.setup.steps) == 12

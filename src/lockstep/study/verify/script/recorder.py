@@ -48,6 +48,8 @@ _NUM_LATE = 40
 # Collectives that may combine what the ranks have evaluated.
 _COMBINING = ("allreduce", "allgather", "_allgather", "gather", "reduce")
 
+_PRECISIONS = {torch.float64: "float64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
 # Attributes of every module.
 _OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
 
@@ -92,7 +94,8 @@ class ScriptRecorder:
         self._steps: list[ScriptStep] = []
         self._initial: dict[str, Fingerprint] = {}
         self._norms: set[str] = set()
-        self._is_half = self._is_augmented = False
+        self._precisions: set[tuple[int, str]] = set()  # bytes of a number, and the name
+        self._engine, self._is_augmented = "none", False
         self._passes: list[Pass] = []
         self._epochs: Counter[int] = Counter()  # passes that train, by id of the data set
         self._num_late, self._has_loaded = 0, False
@@ -160,7 +163,8 @@ class ScriptRecorder:
             draws=tuple(sorted(self._watch.draws)),
             passes=tuple(self._passes),
             norms=tuple(sorted(self._norms)),
-            is_half=self._is_half,
+            precision=min(self._precisions, default=(4, "fp32"))[1],
+            engine=self._engine,
             is_augmented=self._is_augmented,
         )
         self._file.write_bytes(pickle.dumps(trace))
@@ -287,8 +291,11 @@ class ScriptRecorder:
         for name, layer in unwrap(module).named_modules():
             if is_batch_norm(layer) and layer.training and "Sync" not in type(layer).__name__:
                 self._norms.add(name)
-        device = parameters[0].device.type
-        self._is_half |= torch.is_autocast_enabled(device) or parameters[0].dtype.itemsize < 4
+        device, dtype = parameters[0].device.type, parameters[0].dtype.to_real()
+        if is_autocast := torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        name = _PRECISIONS.get(dtype, str(dtype).removeprefix("torch."))
+        self._precisions.add((dtype.itemsize, f"{name} autocast" if is_autocast else name))
         if not self._epochs and not self._fetched:  # the script makes its batches by itself
             self._inputs += _row_digests(inputs)
 
@@ -368,6 +375,7 @@ class ScriptRecorder:
             "buffer": {name: fingerprint(tensor) for name, tensor in self._others.items()},
         }
         wrappers = [item for item in gc.get_objects() if issubclass(type(item), DistributedDataParallel)]
+        self._engine = "ddp" if wrappers else self._engine
         wrapped = {id(parameter) for wrapper in wrappers for parameter in wrapper.parameters()}
         self._steps.append(
             ScriptStep(

@@ -4,7 +4,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.study.verify.fingerprint import StepTrace, Trace
+from lockstep.study.verify.fingerprint import DOUBLE, HALF, SINGLE, StepTrace, Tolerance, Trace
 
 
 @dataclass
@@ -83,12 +83,19 @@ class ScriptTrace(Trace):
     Attributes:
         passes: Over loaders.
         norms: Layers of batch norm that normalise with the statistics of this rank's part.
-        is_half: Whether something is computed in less than fp32.
+        precision: The lowest in which a model is computed, such as ``float64``, ``fp32`` or ``bf16 autocast``.
+        engine: ``ddp`` if the script has a wrapper, torch's or ours, else ``none``.
         is_augmented: Whether samples are drawn at random, so that one is another in each epoch.
     """
 
     steps: tuple[ScriptStep, ...] = ()
     passes: tuple[Pass, ...] = ()
     norms: tuple[str, ...] = ()
-    is_half: bool = False
+    precision: str = "fp32"
+    engine: str = "none"
     is_augmented: bool = False
+
+    @property
+    def tolerance(self) -> Tolerance:
+        """How far apart numbers may be."""
+        return {"float64": DOUBLE, "fp32": SINGLE}.get(self.precision, HALF)

@@ -2,16 +2,13 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from lockstep.errors import ConfigurationError
 from lockstep.study.common import log
-from lockstep.study.verify.causes import Cause, Diagnosis, Row
-from lockstep.study.verify.diagnose import Verification
-from lockstep.study.verify.interventions import Subject
 from lockstep.study.verify.script.runs import Runs
 from lockstep.study.verify.script.script_causes import (
     EXPLAINS,
-    HALF,
     compare_traces,
     diagnosis,
     numbers_of,
@@ -22,8 +19,8 @@ from lockstep.study.verify.script.script_causes import (
     structural,
 )
 from lockstep.study.verify.script.trace import ScriptTrace
+from lockstep.study.verify.verdict import Cause, Diagnosis, Row, Setup, Verification
 from lockstep.train.plan import plural
-from lockstep.train.settings import Settings
 
 
 def verify_script(
@@ -55,21 +52,25 @@ def verify_script(
         # On rank 0, whose seeds are those of one process: padded with the rest of the batch, for example.
         one, *ranks = (replace(trace, is_augmented=True) for trace in (one, *ranks))
     remark = failure and f"The script has failed on {plural(devices, 'rank')}:\n{failure}"
-    if one.is_half:
-        remark += f"As the script computes in less than fp32, tensors may differ by {HALF.relative:.0%} of their size."
-    subject = Subject(command[0], Settings(), devices, steps, numbers_of(one, ranks), double=False)
-    result = Verification(subject, False, None, True, remark=remark)
-    if not subject.steps:
-        return replace(result, subject=replace(subject, steps=numbers_of(one, [one])))
+    # A wrapper, and what prepares a model, may do nothing on one rank.
+    engine = "ddp" if any(trace.engine == "ddp" for trace in (one, *ranks)) else "none"
+    numbers = numbers_of(one, ranks)
+    setup = Setup(Path(command[0]).name, devices, numbers or numbers_of(one, []), one.precision, one.tolerance, engine)
+    result = Verification(setup, False, None, True, remark=remark)
+    if not numbers:
+        return result
     comparison = compare_traces(one, ranks)
     findings, rows, apart_from = list(structural(one, ranks)), [], dict[str, Diagnosis]()
     draws = one.is_augmented or any(step.draws for step in one.steps)
     off = ["random"] * draws + ["batchnorm"] * bool(one.norms)
     if off and not comparison.same:
         # A script without errors differs in these, and they would hide errors.
-        (clean, *_), _ = runs.run(1, *off)
-        clean_ranks, _ = runs.run(devices, *off)
-        if numbers_of(clean, clean_ranks):
+        (clean, *_), failed = runs.run(1, *off)
+        clean_ranks, failed_on_ranks = runs.run(devices, *off)
+        if reason := _failure(failed or failed_on_ranks, failure, numbers_of(clean, clean_ranks)):
+            rows.append(Row.failed(" and ".join(off), "one rank, ranks", reason))
+            off = []
+        else:
             by_index = one.is_augmented
             one, *ranks = (replace(trace, is_augmented=by_index) for trace in (clean, *clean_ranks))
             without = compare_traces(one, ranks)
@@ -83,10 +84,11 @@ def verify_script(
         if first is not None and not EXPLAINS & {finding.cause for finding in findings}:
             findings += of_means(one, ranks, first)
         if not findings:
-            (again, *_), _ = runs.run(1, *off)
-            repeated = compare_traces(one, [again])
-            rows.append(Row("nothing else", "one rank, twice", str(repeated), repeated.same))
-            if repeated.first is not None:
+            (again, *_), failed = runs.run(1, *off)
+            reason, repeated = _failure(failed, failure, numbers_of(again, [])), compare_traces(one, [again])
+            row = Row("nothing else", "one rank, twice", str(repeated), repeated.same)
+            rows.append(Row.failed(row.turned_off, row.compared, reason) if reason else row)
+            if repeated.first is not None and not reason:
                 evidence = f"One rank, run twice, gives another {repeated.first}."
                 findings.append(diagnosis(Cause.OPERATOR, evidence))
     by_design = [] if Cause.MASKS in {finding.cause for finding in findings} else [*apart_from.values()]
@@ -100,6 +102,11 @@ def verify_script(
         rows=tuple(rows),
         explained=last.same,
     )
+
+
+def _failure(failure: str, before: str, numbers: Sequence[int]) -> str:
+    """Return why a run proves nothing; empty if it has failed at its end only, as the script does ``before``."""
+    return "" if numbers and (before or not failure) else failure.partition("\n")[0] or "no updates on all ranks"
 
 
 def _by_design(off: Sequence[str], one: ScriptTrace) -> Iterator[tuple[str, Diagnosis]]:
