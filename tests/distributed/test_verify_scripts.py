@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import ConfigurationError
+from lockstep.study.verify.fingerprint import DOUBLE
 from lockstep.study.verify.script.verify_script import verify_script
-from lockstep.study.verify.verdict import Cause
+from lockstep.study.verify.verdict import Cause, sentences
 
 SCRIPTS = Path(__file__).parents[1] / "scripts" / "verify"
 
@@ -140,7 +141,29 @@ def test_a_script_that_fails_on_ranks_is_not_the_same(tmp_path):
     assert not found.same
     assert "The script has failed on 2 ranks:" in found.remark
     assert "OSError: only for one" in found.remark
-    assert found.verdict == "Not the same training run: the 2 ranks cannot train together."
+    assert sentences(found) == [
+        "Not the same training run: the 2 ranks cannot train together.",
+        "Nothing was compared, as not all ranks have made an update. Make it train with: lockstep run --devices 2 "
+        "fails.py",
+    ]
+
+
+def test_a_double_script_is_compared_as_double_and_an_experiment_that_fails_is_not_judged(tmp_path):
+    script = tmp_path / "double.py"
+    script.write_text(
+        "import torch\n"
+        "model = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(2, 1)).double()\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for _ in range(3):\n"
+        "    output = model(torch.ones(4, 2).double())\n"
+        "    assert output.std() > 0, 'no dropout'\n"
+        "    output.mean().backward()\n"
+        "    optimizer.step()\n"
+    )
+    found = verify_script([str(script)], report=lambda _: None)
+    assert (found.setup.precision, found.setup.tolerance, found.setup.engine) == ("float64", DOUBLE, "none")
+    assert [(row.turned_off, row.same, row.error) for row in found.rows] == [("random", False, found.rows[0].error)]
+    assert "AssertionError: no dropout" in found.rows[0].error
 
 
 def test_a_script_may_train_without_end(tmp_path):
