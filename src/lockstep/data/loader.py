@@ -272,7 +272,7 @@ def having_epochs(samples: Any) -> list[HasEpochs]:
     return [dataset for part in parts for dataset in having_epochs(part)]
 
 
-class _Fetch(Dataset[MicroBatch]):
+class Fetch(Dataset[MicroBatch]):
     """Answers requests; runs in the loader processes if there are any."""
 
     def __init__(self, samples: Any, options: LoadOptions, seed: int, epochs: Sequence[HasEpochs]) -> None:
@@ -340,7 +340,7 @@ def load(
         seed: The seed from which the random numbers of each sample are derived.
         epochs: What is told the epoch of a request.
     """
-    return iter(options.open(_Fetch(samples, options, seed, epochs), requests))
+    return iter(options.open(Fetch(samples, options, seed, epochs), requests))
 
 
 def load_order(

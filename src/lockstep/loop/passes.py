@@ -349,7 +349,7 @@ class Division:
     this: Pass
 
     def __init__(self, progress: Progress) -> None:
-        self._progress = progress
+        self.progress = progress
         self._replay: Callable[[], object] = bool
 
     def __len__(self) -> int:
@@ -368,7 +368,7 @@ class Division:
         self._replay()
 
     def _skip(self, lists: Iterator[Any], this: Pass) -> None:
-        progress = self._progress
+        progress = self.progress
         if this.resumed is None or len(this.wholes) >= this.skip:
             return
         if not this.resumed["draws_seed"]:  # as this process has done, which has new loader processes
@@ -387,8 +387,8 @@ class Division:
 
     def _read(self, lists: Iterator[Any], this: Pass) -> list[Any] | None:
         """Return the next list of a pass; None: it is over."""
-        is_drawn = not this.wholes or not self._progress.draws_once
-        with draws.open(only_torch=self._progress.draws_once) if is_drawn else nullcontext():
+        is_drawn = not this.wholes or not self.progress.draws_once
+        with draws.open(only_torch=self.progress.draws_once) if is_drawn else nullcontext():
             indices = next(lists, None)
         if indices is None:
             return None
@@ -397,7 +397,7 @@ class Division:
         return indices
 
     def _yield(self, lists: Iterator[Any], this: Pass) -> Iterator[list[Any]]:
-        progress = self._progress
+        progress = self.progress
         self._skip(lists, this)
         while (indices := self._read(lists, this)) is not None:
             if progress.world_size == 1:

@@ -195,6 +195,8 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if schema_of(func).name == "aten::_local_scalar_dense" and not isinstance(args[0], Tensor):
+            return args[0]  # torch passes a number that autograd has saved as a number, which the operator refuses
         if "batch_norm" in schema_of(func).name:
             self.live.add("batchnorm")
         # Attention is tagged as random, but is so only with dropout.

@@ -45,6 +45,7 @@ class Cause(StrEnum):
     UNREDUCED = "gradients that were not averaged"
     UPDATE = "an update that depends on the rank"
     EVALUATION = "an evaluation of a part"
+    FAILED = "an error on several ranks"
 
 
 # What to do about a cause, in a task and in a script. ``{num}`` stands for the number of ranks.

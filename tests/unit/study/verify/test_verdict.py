@@ -161,7 +161,7 @@ def test_a_run_that_is_only_not_repeatable_is_told_apart():
 
 
 def test_every_cause_has_a_fix():
-    assert FIXES_OF_TASK.keys() | FIXES_OF_SCRIPT.keys() == {*Cause}
+    assert FIXES_OF_TASK.keys() | FIXES_OF_SCRIPT.keys() == {*Cause} - {Cause.FAILED}  # its fix has the command
     for text in (*(finding(cause).fix for cause in FIXES_OF_TASK), *FIXES_OF_SCRIPT.values()):
         assert text.endswith(".")
         assert "{" not in text

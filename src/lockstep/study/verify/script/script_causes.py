@@ -1,7 +1,7 @@
 """Why a script differs on N ranks: what its loaders and schedules show, and what the numbers show."""
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -19,6 +19,15 @@ from lockstep.study.verify.fingerprint import (
 from lockstep.study.verify.script.trace import Pass, ScriptStep, ScriptTrace
 from lockstep.study.verify.verdict import FIXES_OF_SCRIPT, Cause, Diagnosis
 from lockstep.train.plan import plural
+
+_SAMPLER_ON_ONE = (
+    "Use the DistributedSampler, or lockstep.prepare, on one rank, too: it has the same order on any number."
+)
+_OWN_DIVISION = (
+    "The script divides the data in its own way: to get the batches of one process, let every rank choose the samples "
+    "of the whole batch from one seed, and take [rank::world_size] of them, or use lockstep.prepare. If the order need "
+    "not be the same, nothing has to be fixed."
+)
 
 
 def diagnosis(cause: Cause, evidence: str) -> Diagnosis:
@@ -60,7 +69,6 @@ def _together(ranks: Sequence[ScriptTrace], numbers: Sequence[int]) -> list[Trac
 
 def structural(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> Iterator[Diagnosis]:
     """Yield the causes that can be seen without comparing gradients."""
-    numbers = numbers_of(one, ranks)
     comparison = compare_traces(one, ranks)
     who = plural(len(ranks), "rank")
     samples = list(_of_samples(one, ranks))
@@ -69,9 +77,7 @@ def structural(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> Iterator[Diagn
         if before.shuffles and before.indices == after.indices and len(before.indices) > 1:
             yield diagnosis(Cause.EPOCH, f"Two passes over {before.dataset} have the same shuffled order.")
             break
-    equal = [number for number in numbers if _have_equal_masks([rank.steps[number] for rank in ranks])]
-    if equal and len(ranks) > 1:
-        evidence = f"At step {equal[0]}, forward draws random numbers, and the generators of all ranks are equal."
+    if len(ranks) > 1 and (evidence := _equal_draws(ranks)):
         yield diagnosis(Cause.MASKS, evidence)
     if start := comparison.of_kind("initial parameter"):
         yield diagnosis(Cause.MODEL, f"The ranks start from other weights than one process: {start}.")
@@ -94,8 +100,23 @@ def _consecutive(passes: Sequence[Pass]) -> Iterator[tuple[Pass, Pass]]:
     yield from (pair for pair in pairwise(trained) if pair[0].dataset == pair[1].dataset)
 
 
-def _have_equal_masks(steps: Sequence[ScriptStep]) -> bool:
-    return all(step.draws for step in steps) and len({step.random_state for step in steps}) == 1
+def _equal_draws(ranks: Sequence[ScriptTrace]) -> str:
+    """Return where all ranks draw the same numbers from torch's generators, or for samples from any; or an empty text.
+
+    Forward may draw from ``random`` what all ranks must decide alike.
+    """
+    ends = "and the generators of all ranks are equal."
+    for number in numbers_of(ranks[0], ranks):
+        if _have_equal([rank.steps[number].drawn for rank in ranks], ("torch", "device")):
+            return f"At step {number}, forward draws random numbers, {ends}"
+    for passes in zip(*(rank.passes for rank in ranks), strict=False):
+        if ranks[0].is_augmented and _have_equal([pass_.drawn for pass_ in passes], passes[0].drawn):
+            return f"Samples of {passes[0].dataset} draw random numbers when they are loaded, {ends}"
+    return ""
+
+
+def _have_equal(drawn: Sequence[dict[str, bytes]], names: Iterable[str]) -> bool:
+    return any(name in drawn[0] and all(other.get(name) == drawn[0][name] for other in drawn) for name in names)
 
 
 def _of_samples(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> Iterator[Diagnosis]:
@@ -129,12 +150,16 @@ def _of_samples(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> Iterator[Diag
     sample = compare_traces(one, ranks).of_kind("sample")
     if sample and sum(parts) == whole and any(True for _ in passes_of(one, ranks)):
         evidence = f"In an epoch, the ranks use each sample as often as one process, in another order: {sample}."
-        advice = (
-            "Use the DistributedSampler, or lockstep.prepare, on one rank, too: it has the same order on any number."
-        )
-        yield Diagnosis(Cause.DATA, evidence, advice)
+        is_divided = any(pass_.is_divided for pass_ in ranks[0].passes)
+        yield Diagnosis(Cause.DATA, evidence, _SAMPLER_ON_ONE if is_divided else _OWN_DIVISION)
     elif sample:
-        yield diagnosis(Cause.DATA, f"The ranks do not train on what one process trains on: {sample}.")
+        evidence = f"The ranks do not train on what one process trains on: {sample}."
+        own = not any(pass_.is_divided or pass_.is_prepared for pass_ in ranks[0].passes)
+        yield Diagnosis(
+            Cause.DATA,
+            evidence,
+            f"{FIXES_OF_SCRIPT[Cause.DATA]} {_OWN_DIVISION}" if own else FIXES_OF_SCRIPT[Cause.DATA],
+        )
 
 
 def passes_of(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> Iterator[tuple[Pass, ...]]:

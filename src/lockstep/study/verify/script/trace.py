@@ -1,9 +1,16 @@
 """The trace of a script in one rank: its passes over loaders and its updates, as plain data."""
 
+import random
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any
 
+import numpy as np
+import torch
+
+from lockstep.containers import find_tensors
 from lockstep.study.verify.fingerprint import DOUBLE, HALF, SINGLE, StepTrace, Tolerance, Trace
 
 
@@ -13,42 +20,41 @@ class Pass:
 
     Attributes:
         dataset: Class and length of the data set; that of a rank may be its part.
-        is_stream: Whether it has no indices, so that only what was loaded is known.
+        is_stream: Whether it has no indices, or no end, so that only what was loaded is known.
+        is_endless: Whether the sampler yields a few times the data set's length, and more.
         shuffles: Whether the sampler shuffles, and has to be given the epoch.
+        is_divided: Whether the sampler is a ``DistributedSampler``.
+        is_prepared: Whether `lockstep.prepare` divides its batches.
         source: The id of the data set.
         num_before: Updates of the script before the pass.
         is_late: Whether only its first batch is loaded.
         indices: What the sampler yielded, also for batches that were not loaded; of a stream, digests of samples.
         contents: By index, a digest of the sample.
+        drawn: By generator that samples are drawn from, a digest of its state before.
         waiting: The indices of the batches that are being loaded.
         num_loaded: Batches that the script has received.
         is_over: Whether it has received all.
-        is_training: Whether there was a backward during the pass.
+        is_training: Whether there was a backward of its batches.
         is_combined: Whether ranks communicated during the pass, or before the next one.
     """
 
     dataset: str
     is_stream: bool = False
+    is_endless: bool = False
     shuffles: bool = False
+    is_divided: bool = False
+    is_prepared: bool = False
     source: int = 0
     num_before: int = 0
     is_late: bool = False
     indices: list[Any] = field(default_factory=list)
     contents: dict[Any, bytes] = field(default_factory=dict)
+    drawn: dict[str, bytes] = field(default_factory=dict)
     waiting: deque[list[Any]] = field(default_factory=deque)
     num_loaded: int = 0
     is_over: bool = False
     is_training: bool = False
     is_combined: bool = False
-
-    def note(self, indices: Any) -> list[Any]:
-        """Add what the sampler has yielded, and return it as a list."""
-        if self.is_stream:
-            return []
-        yielded = indices if isinstance(indices, list | tuple) else [indices]
-        yielded = [index if isinstance(index, int) else str(index) for index in yielded]
-        self.indices += yielded
-        return yielded
 
 
 @dataclass(frozen=True)
@@ -57,8 +63,7 @@ class ScriptStep(StepTrace):
 
     Attributes:
         indices: Of the samples from which this rank computed its gradients.
-        draws: Whether random numbers were drawn, other than for data.
-        random_state: A digest of the generators' state before.
+        drawn: By generator from which numbers were drawn, other than for data, a digest of its state before.
         operations: Those that made the loss, the last one first.
         before_clipping: A digest of the gradients when they were clipped; None if they were not.
         outside: Names of the updated parameters that are in no data-parallel wrapper, if there is one.
@@ -67,8 +72,7 @@ class ScriptStep(StepTrace):
     """
 
     indices: tuple[bytes, ...]
-    draws: bool
-    random_state: bytes
+    drawn: dict[str, bytes]
     operations: tuple[str, ...]
     before_clipping: bytes | None
     outside: tuple[str, ...]
@@ -84,8 +88,9 @@ class ScriptTrace(Trace):
         passes: Over loaders.
         norms: Layers of batch norm that normalise with the statistics of this rank's part.
         precision: The lowest in which a model is computed, such as ``float64``, ``fp32`` or ``bf16 autocast``.
-        engine: ``ddp`` if the script has a wrapper, torch's or ours, else ``none``.
+        engine: ``ddp`` if a model is in a wrapper, otherwise ``none``.
         is_augmented: Whether samples are drawn at random, so that one is another in each epoch.
+        unseen: What was not compared, in sentences.
     """
 
     steps: tuple[ScriptStep, ...] = ()
@@ -94,8 +99,48 @@ class ScriptTrace(Trace):
     precision: str = "fp32"
     engine: str = "none"
     is_augmented: bool = False
+    unseen: tuple[str, ...] = ()
 
     @property
     def tolerance(self) -> Tolerance:
         """How far apart numbers may be."""
         return {"float64": DOUBLE, "fp32": SINGLE}.get(self.precision, HALF)
+
+
+# Digests: of generators and of samples.
+
+
+def generator_states() -> dict[str, bytes]:
+    """Return a digest of the state of each generator of the process: of torch, its devices, Python and NumPy."""
+    states = {"torch": torch.get_rng_state().numpy().tobytes()}
+    if torch.accelerator.is_available():
+        device = torch.get_device_module(torch.accelerator.current_accelerator())
+        states["device"] = device.get_rng_state().numpy().tobytes()
+    keys = np.random.get_state(legacy=False)["state"]
+    states |= {"random": repr(random.getstate()).encode(), "numpy": repr([keys["key"].tobytes(), keys["pos"]]).encode()}
+    return {name: blake2b(state, digest_size=16).digest() for name, state in states.items()}
+
+
+def row_digests(batch: Any) -> list[bytes]:
+    """Return a digest of each sample of a batch: of what its tensors have at one place of their first dimension."""
+    tensors = [tensor.detach() for tensor in find_tensors(batch) if tensor.dim() > 0]
+    if not tensors:
+        return []
+    num = len(tensors[0])
+    rows = [t.to("cpu").reshape(num, -1).contiguous() for t in tensors if len(t) == num and t.numel()]
+    views = [row.view(torch.uint8).numpy() for row in rows]
+    return [blake2b(b"".join(view[row].tobytes() for view in views), digest_size=12).digest() for row in range(num)]
+
+
+def tensor_digests(value: Any) -> set[bytes]:
+    """Return a digest of the contents of each tensor in ``value``, which a view or a copy on a device shares."""
+    tensors = [t.detach() for t in find_tensors(value) if t.layout is torch.strided and t.numel() > 1]
+    return {
+        blake2b(t.to("cpu").contiguous().flatten().view(torch.uint8).numpy().data, digest_size=12).digest()
+        for t in tensors
+    }
+
+
+def as_bytes(samples: Sequence[Any]) -> tuple[bytes, ...]:
+    """Return indices and digests of samples as bytes."""
+    return tuple(sample if isinstance(sample, bytes) else str(sample).encode() for sample in samples)

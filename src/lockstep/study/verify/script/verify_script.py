@@ -20,7 +20,6 @@ from lockstep.study.verify.script.script_causes import (
 )
 from lockstep.study.verify.script.trace import ScriptTrace
 from lockstep.study.verify.verdict import Cause, Diagnosis, Row, Setup, Verification
-from lockstep.train.plan import plural
 
 
 def verify_script(
@@ -42,56 +41,64 @@ def verify_script(
     """
     runs = Runs(command, devices, steps, report)
     (one,), failure = runs.run(1)
-    if not one.steps:
+    if failure or not one.steps:
+        what = "fails" if failure else "makes no update"
         raise ConfigurationError(
-            f"{command[0]} makes no update with one rank, so nothing can be compared.\n{failure or 'It has ended.'}\n"
+            f"{command[0]} {what} with one rank, so nothing can be compared.\n{failure or 'It has ended.'}\n"
             f"Run it: lockstep run --devices 1 {' '.join(command)}"
         )
     ranks, failure = runs.run(devices)
-    if any(other_samples(expected, actual) for expected, actual, *_ in passes_of(one, ranks)):
-        # On rank 0, whose seeds are those of one process: padded with the rest of the batch, for example.
-        one, *ranks = (replace(trace, is_augmented=True) for trace in (one, *ranks))
-    remark = failure and f"The script has failed on {plural(devices, 'rank')}:\n{failure}"
     # A wrapper, and what prepares a model, may do nothing on one rank.
     engine = "ddp" if any(trace.engine == "ddp" for trace in (one, *ranks)) else "none"
-    numbers = numbers_of(one, ranks)
-    setup = Setup(Path(command[0]).name, devices, numbers or numbers_of(one, []), one.precision, one.tolerance, engine)
-    result = Verification(setup, False, None, True, remark=remark)
-    if not numbers:
+    numbers = numbers_of(one, ranks) or numbers_of(one, [])
+    setup = Setup(Path(command[0]).name, devices, numbers, one.precision, one.tolerance, engine)
+    unseen = dict.fromkeys(text for trace in (one, *ranks) for text in trace.unseen)
+    result = Verification(setup, False, None, True, remark="\n".join(f"Not compared: {text}" for text in unseen))
+    if failure:
+        fix = f"Mend what the error says. lockstep run --devices {devices} {' '.join(command)} shows it, too."
+        error, _, trace = failure.partition("\n\n")
+        remark = f"{result.remark}\n{trace}".strip()
+        return replace(result, findings=(Diagnosis(Cause.FAILED, error, fix),), remark=remark)
+    if not numbers_of(one, ranks):
         return result
+    # Also of loader processes, whose draws cannot be seen: rank 0 has the seeds of one process.
+    is_augmented = one.is_augmented or any(other_samples(whole, part) for whole, part, *_ in passes_of(one, ranks))
+    one, *ranks = (replace(trace, is_augmented=is_augmented) for trace in (one, *ranks))
     comparison = compare_traces(one, ranks)
-    findings, rows, apart_from = list(structural(one, ranks)), [], dict[str, Diagnosis]()
-    draws = one.is_augmented or any(step.draws for step in one.steps)
+    findings, rows, apart_from = list(structural(one, ranks)), list[Row](), dict[str, Diagnosis]()
+    for finding in findings:
+        report(f"found: {finding.cause}. {finding.evidence}")
+    draws = one.is_augmented or any(step.drawn for step in one.steps)
     off = ["random"] * draws + ["batchnorm"] * bool(one.norms)
-    if off and not comparison.same:
+    is_judged = True
+    if off and not comparison.same and not _causes(findings) & EXPLAINS:
         # A script without errors differs in these, and they would hide errors.
-        (clean, *_), failed = runs.run(1, *off)
-        clean_ranks, failed_on_ranks = runs.run(devices, *off)
-        if reason := _failure(failed or failed_on_ranks, failure, numbers_of(clean, clean_ranks)):
-            rows.append(Row.failed(" and ".join(off), "one rank, ranks", reason))
-            off = []
-        else:
-            by_index = one.is_augmented
-            one, *ranks = (replace(trace, is_augmented=by_index) for trace in (clean, *clean_ranks))
+        clean, failure = runs.run(1, *off)
+        clean_ranks, failure = ([], failure) if failure else runs.run(devices, *off)
+        what = " and ".join(off)
+        if is_judged := not failure:
+            one, *ranks = (replace(trace, is_augmented=is_augmented) for trace in (*clean, *clean_ranks))
             without = compare_traces(one, ranks)
-            rows.append(Row(" and ".join(off), "one rank, ranks", str(without), without.same))
-            if without.same:
-                apart_from = dict(_by_design(off, one))
+            rows.append(Row(what, "one rank, ranks", str(without), without.same))
+            apart_from = dict(_by_design(off, one)) if without.same else {}
+        else:
+            # Then nothing is known about the rest, as these make the runs differ.
+            rows.append(Row.failed(what, "one rank, ranks", failure.partition("\n")[0]))
     last = compare_traces(one, ranks)
-    if not last.same:
+    if is_judged and not last.same:
         findings += of_ranks(ranks, one.norms)
         first = next((diff for diff in last.differences if diff.kind in ("gradient", "parameter", "buffer")), None)
-        if first is not None and not EXPLAINS & {finding.cause for finding in findings}:
+        if first is not None and not _causes(findings) & EXPLAINS:
             findings += of_means(one, ranks, first)
         if not findings:
-            (again, *_), failed = runs.run(1, *off)
-            reason, repeated = _failure(failed, failure, numbers_of(again, [])), compare_traces(one, [again])
-            row = Row("nothing else", "one rank, twice", str(repeated), repeated.same)
-            rows.append(Row.failed(row.turned_off, row.compared, reason) if reason else row)
-            if repeated.first is not None and not reason:
+            again, failure = runs.run(1, *off)
+            repeated, trial = compare_traces(one, again or [one]), ("nothing else", "one rank, twice")
+            row = Row(*trial, str(repeated), repeated.same)
+            rows.append(Row.failed(*trial, failure.partition("\n")[0]) if failure else row)
+            if repeated.first is not None and not failure:
                 evidence = f"One rank, run twice, gives another {repeated.first}."
                 findings.append(diagnosis(Cause.OPERATOR, evidence))
-    by_design = [] if Cause.MASKS in {finding.cause for finding in findings} else [*apart_from.values()]
+    by_design = [] if Cause.MASKS in _causes(findings) else [*apart_from.values()]
     return replace(
         result,
         same=comparison.same and not findings,
@@ -104,9 +111,8 @@ def verify_script(
     )
 
 
-def _failure(failure: str, before: str, numbers: Sequence[int]) -> str:
-    """Return why a run proves nothing; empty if it has failed at its end only, as the script does ``before``."""
-    return "" if numbers and (before or not failure) else failure.partition("\n")[0] or "no updates on all ranks"
+def _causes(findings: Sequence[Diagnosis]) -> set[Cause]:
+    return {finding.cause for finding in findings}
 
 
 def _by_design(off: Sequence[str], one: ScriptTrace) -> Iterator[tuple[str, Diagnosis]]:
