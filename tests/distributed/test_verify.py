@@ -54,7 +54,7 @@ def test_a_planted_fault_is_named(verified, file, cause, first, advice):
     assert verification.repeatable
     assert (verification.comparison.first.kind, verification.comparison.first.step) == first
     assert verification.findings[0].fix.startswith(advice)
-    assert verification.subject.double
+    assert verification.setup.precision == "float64"
 
 
 def test_a_sum_in_no_fixed_order_is_named_though_it_is_rounding_only(ranks):
@@ -88,7 +88,7 @@ def test_five_faults_at_once_are_all_found_though_a_rank_cannot_train_on_the_las
         "experiment 1 of at most 24: one process, random state, BatchNorm statistics turned off",
     ]
     assert check_counts(reported) == 24  # none are left out if all kinds of causes are found
-    assert verification.subject.steps == (0, 1, 2)
+    assert verification.setup.steps == (0, 1, 2)
     assert verification.remark == (
         "Without the epoch's last batch, on which the ranks fail (A batch of 3 samples leaves this rank one in step "
         "8, on which batch norm cannot train: Expected more than 1 value per channel when training, got input size "
@@ -117,7 +117,7 @@ def test_a_global_batch_that_does_not_divide_by_the_ranks_is_the_same_run(ranks)
 
 def test_the_last_batch_of_the_epoch_is_among_the_steps(verified):
     verification, _ = verified("sound.py")
-    assert verification.subject.steps == (0, 1, 5)  # 45 samples by 8
+    assert verification.setup.steps == (0, 1, 5)  # 45 samples by 8
 
 
 def test_dropout_and_batch_norm_are_the_same_bits_in_reproducible_mode(ranks):

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import ConfigurationError
-from lockstep.study.verify.causes import Cause
+from lockstep.study.verify.fingerprint import DOUBLE
 from lockstep.study.verify.script.verify_script import verify_script
+from lockstep.study.verify.verdict import Cause, sentences
 
 SCRIPTS = Path(__file__).parents[1] / "scripts" / "verify"
 
@@ -140,9 +141,47 @@ def test_a_script_that_fails_on_ranks_is_not_the_same(tmp_path):
     )
     found = verify_script([str(script)], report=lambda _: None)
     assert not found.same
-    assert "The script has failed on 2 ranks:" in found.remark
-    assert "OSError: only for one" in found.remark
+    assert [each.cause for each in found.findings] == [Cause.FAILED]
+    assert "OSError: only for one" in found.findings[0].evidence
     assert found.verdict == "Not the same training run: the 2 ranks cannot train together."
+
+
+def test_ranks_that_update_nothing_are_not_compared(tmp_path):
+    script = tmp_path / "idle.py"
+    script.write_text(
+        "import os, torch\n"
+        "model = torch.nn.Linear(2, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for _ in range(3 if os.environ['WORLD_SIZE'] == '1' else 0):\n"
+        "    model(torch.ones(4, 2)).sum().backward()\n"
+        "    optimizer.step()\n"
+    )
+    assert sentences(verify_script([str(script)], report=lambda _: None)) == [
+        "Not the same training run: the 2 ranks cannot train together.",
+        "Nothing was compared, as not all ranks have made an update. Make it train with: lockstep run --devices 2 "
+        "idle.py",
+    ]
+
+
+def test_a_double_script_is_compared_as_double_and_an_experiment_that_fails_is_not_judged(tmp_path):
+    script = tmp_path / "double.py"
+    script.write_text(
+        "import lockstep, torch\n"
+        "world = lockstep.init()\n"
+        "data = torch.arange(8.0).view(4, 2).double()[world.rank :: world.world_size]\n"
+        "model = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(2, 1)).double()\n"
+        "model = lockstep.DistributedDataParallel(model)\n"
+        "torch.manual_seed(world.rank)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for _ in range(3):\n"
+        "    assert not model.module[0](data).equal(data), 'no dropout'\n"
+        "    model(data).mean().backward()\n"
+        "    optimizer.step()\n"
+    )
+    found = verify_script([str(script)], report=lambda _: None)
+    assert (found.setup.precision, found.setup.tolerance, found.setup.engine) == ("float64", DOUBLE, "ddp")
+    assert [(row.turned_off, row.same, row.error) for row in found.rows] == [("random", False, found.rows[0].error)]
+    assert "AssertionError: no dropout" in found.rows[0].error
 
 
 def test_a_script_may_train_without_end(tmp_path):
@@ -163,4 +202,4 @@ def test_a_script_may_train_without_end(tmp_path):
     )
     found = verify_script([str(script)], report=lambda _: None)
     assert found.same
-    assert len(found.subject.steps) == 12
+    assert len(found.setup.steps) == 12

@@ -151,5 +151,5 @@ def test_a_generator_of_its_own_is_not_helped_by_reproducible_mode(planted):
 def test_fp32_is_used_and_said_where_the_task_insists_on_it(planted):
     verification = planted(LOSS="out = model(x.float())")
     assert verification.same
-    assert not verification.subject.double
+    assert verification.setup.precision == "fp32"
     assert verification.why_single.startswith("RuntimeError: mat1 and mat2 must have the same dtype")

@@ -240,7 +240,7 @@ def _verify_script(
 
 
 def _show_verified(verdict: Any, json_file: str | None) -> int:
-    from lockstep.study.verify.diagnose import Verification
+    from lockstep.study.verify.verdict import Verification
 
     console().print(verdict)
     write("findings", json_file, verdict.to_json())

@@ -3,12 +3,14 @@
 To import a file that has no task would run a whole script first; so its text is read before.
 """
 
+import ast
 import difflib
 import inspect
 import re
 import symtable
 import tokenize
 import types
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -56,10 +58,26 @@ def find_task(spec: str) -> tuple[Path, str]:
 
 
 def is_script(file: str) -> bool:
-    """Return whether a file is a script that trains, rather than one with a task; false if there is none."""
-    path = Path(file)
-    text = path.read_text("utf-8", errors="replace") if path.is_file() else "Task("
-    return "Task(" not in text and not re.search(r"^(from|import) .*\btask\b", text, re.MULTILINE)
+    """Return whether a file is a script that trains, rather than one with a task; false if it cannot be read."""
+    try:
+        with tokenize.open(file) as text, warnings.catch_warnings():  # in its own encoding
+            warnings.simplefilter("ignore")  # the run shows them
+            tree = ast.parse(text.read())
+    except (OSError, SyntaxError, ValueError):
+        return False
+    nodes = list(ast.walk(tree))
+    classes: set[str] = set()  # the names that lockstep.Task has in the file
+    for node in nodes:
+        match node:
+            case ast.Import(names=names):
+                classes |= {f"{a.asname or 'lockstep'}.Task" for a in names if a.name.split(".")[0] == "lockstep"}
+            case ast.ImportFrom(module=module, names=names) if f"{module}.".startswith("lockstep."):
+                classes |= {a.asname or "Task" for a in names if a.name in ("Task", "*")}
+    used = [node.func for node in nodes if isinstance(node, ast.Call)]
+    used += [base for node in nodes if isinstance(node, ast.ClassDef) for base in node.bases]
+    bound = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    bound |= {a.asname or a.name for node in tree.body if isinstance(node, ast.ImportFrom) for a in node.names}
+    return "task" not in bound and not any(ast.unparse(name) in classes for name in used)
 
 
 def without_task(path: Path, name: str, others: list[str]) -> ConfigurationError:

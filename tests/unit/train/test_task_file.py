@@ -12,7 +12,7 @@ import lockstep
 from lockstep.cli import main
 from lockstep.errors import ConfigurationError
 from lockstep.train.task import load_task
-from lockstep.train.task_file import TaskSpec, find_task
+from lockstep.train.task_file import TaskSpec, find_task, is_script
 
 HEAD = """\
 import lockstep
@@ -159,3 +159,50 @@ def test_a_wrong_command_is_answered_without_torch(path, args, text):
     assert text in done.stderr
     assert done.stdout == "False 2\n"
     assert time.monotonic() - started < 10  # it takes 0.3 s where nothing else runs
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import lockstep\ntask = lockstep.Task(model=int)",
+        "import lockstep as ls\nmine = ls.Task(model=int)",
+        "import lockstep.data\nif True:\n    task = lockstep.Task()",
+        "from lockstep import Task\ndef make(lr=0.1):\n    return Task(model=int)",
+        "from lockstep import Task as T, fit\ntask = T(model=int)",
+        "from lockstep import *\ntask = Task(model=int)",
+        "import lockstep\nclass Digits(lockstep.Task):\n    pass\ntask = Digits()",
+        "from elsewhere import make\ndef task(lr=0.1):\n    return make(lr)",
+        "from mytasks import task",
+        "from mytasks import digits as task",
+        "def broken(:",
+        "pattern = '\0'",
+    ],
+)
+def test_a_file_with_a_task_is_not_a_script(tmp_path, text):
+    (tmp_path / "mine.py").write_text(text)
+    assert not is_script(str(tmp_path / "mine.py"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from pkg.task import ClassificationTask\nwork = ClassificationTask(1)",
+        "from pkg.task import ClassificationTask as CT\nwork = CT(1)",
+        "import importlib\ntk = importlib.import_module('pkg.task')\nCT = tk.ClassificationTask\nwork = CT(1)",
+        "from pkg import task as tk\nwork = tk.Task(1)",
+        "from pkg import Task\ntask = Task(1)",
+        "parser.add_argument('--task')\nargs = parser.parse_args()\ntask = args.task",
+        "import lockstep\nworld = lockstep.init()  # not lockstep.Task(...)",
+        "from lockstep import fit\ndef train():\n    from mine import task\n    def task(): pass",
+        "print('\\d')",
+        "",
+    ],
+)
+def test_a_script_may_have_tasks_of_other_kinds(tmp_path, text):
+    (tmp_path / "train.py").write_text(text)
+    assert is_script(str(tmp_path / "train.py"))
+
+
+def test_what_is_no_file_is_no_script(tmp_path):
+    assert not is_script(str(tmp_path))
+    assert not is_script(str(tmp_path / "none.py"))

@@ -2,126 +2,18 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from functools import cache
 from typing import Any, TypeVar
 
 from lockstep.comm.world import World
-from lockstep.study.verify.fingerprint import DOUBLE, EXACT, SINGLE, Kind, Tolerance, Trace, TraceComparison, compare
+from lockstep.study.verify.fingerprint import EXACT, Kind, Tolerance, Trace, TraceComparison, compare
 from lockstep.study.verify.interventions import PRIVATE, Division, Experiment, Given, Off, Subject, Switch
 from lockstep.study.verify.reference_loop import StepWeights, explain, measure_weights, perform
+from lockstep.study.verify.verdict import FIXES_OF_TASK, Cause, Diagnosis, Row
 from lockstep.train.plan import plural
 
-
-class Cause(StrEnum):
-    """Why a run on N ranks differs from the run in one process; `FIXES` has what to do about it."""
-
-    DATA = "data order"
-    WEIGHTING = "sample weighting"
-    RANDOM = "random state"
-    BATCHNORM = "BatchNorm statistics"
-    RATES = "learning-rate rule"
-    BUFFERS = "buffers changed on one rank"
-    PARAMETERS = "parameters changed in forward"
-    OPERATOR = "non-deterministic operator"
-    SUM = "a loss that sums instead of averages"
-    COUPLED = "samples that depend on each other"
-    CLIPPED = "parts clipped before they are summed"
-    CLAMPED = "a loss clamped after its mean is taken"
-    TERM = "a regulariser scaled by the local batch"
-    STATE = "state in a plain attribute"
-    OUTSIDE = "parameters that no module registers"
-    RANK = "a forward pass that depends on the rank"
-    BACKWARD = "a backward pass that depends on the rank"
-    MODEL = "a model that depends on the rank"
-    # Of scripts.
-    BATCH = "a batch that is not divided"
-    SAMPLER = "samples that are not divided"
-    PADDED = "samples that count twice"
-    EPOCH = "the same order in every epoch"
-    MASKS = "the same random numbers on all ranks"
-    STEPS = "another number of updates"
-    SCALED = "a loss or gradients of another size"
-    BESIDE = "parameters outside of the wrapper"
-    UNREDUCED = "gradients that were not averaged"
-    UPDATE = "an update that depends on the rank"
-    EVALUATION = "an evaluation of a part"
-    FAILED = "an error on several ranks"
-
-
-# ``{num}`` stands for the number of ranks.
-FIXES = {
-    Cause.DATA: "Make the data set the same on every rank, in the same order, without rank, sets or own generators.",
-    Cause.WEIGHTING: "Return lockstep.Loss(total, count) from the loss: the sum of its parts and their number.",
-    Cause.RANDOM: "Train with --reproducible {num}: each part of the batch then has random numbers of its own.",
-    Cause.BATCHNORM: (
-        "Use lockstep.SyncBatchNorm.convert_sync_batchnorm(model) in Task.model, or train with --reproducible {num}, "
-        "or use a norm that treats each sample separately, such as GroupNorm."
-    ),
-    Cause.RATES: "Let the learning rate depend on the global batch only: in Task.optimizer and in Task.schedule.",
-    Cause.BUFFERS: "Change buffers and parameters in the same way on every rank: from values that all ranks have.",
-    Cause.PARAMETERS: "Keep what forward computes in a buffer, which --reproducible {num} combines, or all-reduce it.",
-    Cause.OPERATOR: "Derive all from the seed; torch.use_deterministic_algorithms(True) replaces or names operators.",
-    Cause.SUM: "Return the mean over the batch, or lockstep.Loss(total, count) with the number of summands.",
-    Cause.COUPLED: "Train with --reproducible {num}, or gather what samples need of each other from all ranks.",
-    Cause.CLIPPED: "Clip the gradient of the whole batch with --clip NORM, or train with --reproducible {num}.",
-    Cause.CLAMPED: "Clamp the loss of each sample before taking the mean, or train with --reproducible {num}.",
-    Cause.TERM: "Scale such a term by a constant, not by the number of samples that the loss is given.",
-    Cause.STATE: "Keep what forward remembers in a buffer (register_buffer), which --reproducible {num} combines.",
-    Cause.OUTSIDE: "Make them part of the model: nn.ModuleList for a list of modules, nn.ParameterList for parameters.",
-    Cause.RANK: "Remove rank and world size from collate, loss and model: the engine already averages over ranks.",
-    Cause.BACKWARD: "Remove rank and world size from hooks and autograd functions: the engine averages over ranks.",
-    Cause.MODEL: "Build the same model on every rank: do not seed in Task.model, nor use rank and world size there.",
-    Cause.BATCH: "Divide it: batch_size=BATCH // world_size, or give the loader to lockstep.prepare.",
-    Cause.SAMPLER: "Give the loader a DistributedSampler (lockstep.DistributedSampler, or lockstep.prepare).",
-    Cause.PADDED: "Use lockstep.DistributedSampler(..., pad=False) and lockstep.backward(loss, mean_over=len(batch)).",
-    Cause.EPOCH: "Call sampler.set_epoch(epoch) in each epoch, or use lockstep.DistributedSampler, which needs none.",
-    Cause.MASKS: "Seed each rank differently after the model is made: lockstep.seed(world, 0).",
-    Cause.STEPS: "Make the same number of updates on every rank: decide from values that were reduced.",
-    Cause.SCALED: "Average once: take the mean loss of a rank's samples, and let the wrapper average over ranks.",
-    Cause.BESIDE: "Put them into the module that is wrapped, or wrap their module as well.",
-    Cause.UNREDUCED: "Call the wrapper, not its module, and run the last backward of an update outside of no_sync.",
-    Cause.EVALUATION: "Sum counts and totals over all ranks (all_reduce), or evaluate everything on rank 0.",
-    Cause.UPDATE: "Look for code between backward and step, or in the optimizer, that depends on the rank.",
-}
 OWN_PART = "Train with --reproducible {num}, which combines what all parts write, or all-reduce it yourself."
 OWN_GENERATOR = "Draw from the default generators of torch, Python and NumPy, and do not seed them in the task."
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """One cause that was found.
-
-    Attributes:
-        evidence: What was measured, in a sentence or two.
-        fix: What to do, in a sentence.
-        tried: Whether the fix helped, if it was tried; empty otherwise.
-    """
-
-    cause: Cause
-    evidence: str
-    fix: str
-    tried: str = ""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One experiment, for the table.
-
-    Attributes:
-        turned_off: What was turned off or done instead.
-        compared: Which two runs.
-        outcome: In a few words.
-        same: Whether the two were the same run.
-        error: Why it failed, so that it excludes nothing; empty if it did not.
-    """
-
-    turned_off: str
-    compared: str
-    outcome: str
-    same: bool
-    error: str = ""
-
 
 T = TypeVar("T")
 # The traces of a run, or why it failed.
@@ -194,11 +86,6 @@ class Lab:
         return attempt(perform, self.subject, experiment, self.given, world)
 
 
-def tolerance_of(subject: Subject) -> Tolerance:
-    """Return how far apart numbers may be."""
-    return DOUBLE if subject.double else SINGLE
-
-
 @dataclass
 class Findings:
     """The findings of the experiments so far.
@@ -214,12 +101,12 @@ class Findings:
 
     def add(self, cause: Cause, evidence: str, advice: str = "") -> None:
         """Add a cause that was found; ``advice`` replaces the usual one."""
-        text = (advice or FIXES[cause]).format(num=self.subject.num_devices)
+        text = (advice or FIXES_OF_TASK[cause]).format(num=self.subject.num_devices)
         self.diagnoses.append(Diagnosis(cause, evidence, text))
 
     def add_failed(self, trial: str, pair: str, reason: str) -> None:
         """Record an experiment that failed, which excludes nothing."""
-        self.rows.append(Row(trial, pair, f"failed: {reason}", False, reason))
+        self.rows.append(Row.failed(trial, pair, reason))
 
     def add_draws(self, draws: Iterable[str]) -> None:
         """Add that forward draws random numbers."""
@@ -265,7 +152,7 @@ def study_apart(findings: Findings, norms: Mapping[str, str], run: Run) -> tuple
     if any(draw.startswith(PRIVATE) for draw in draws) or not (draws or local):
         return ()
     ranks = run(off, "ranks")
-    comparison = findings.compare(in_words(off), PLAIN_PAIR, one, ranks, tolerance_of(findings.subject))
+    comparison = findings.compare(in_words(off), PLAIN_PAIR, one, ranks, findings.subject.tolerance)
     # All must draw in the same way: a constant hides how likely it was.
     if comparison is None or not comparison.same or any(isinstance(one, str) or one.draws != draws for one in ranks):
         return ()
@@ -300,7 +187,7 @@ def study_repetition(findings: Findings, lab: Lab, plain: TraceComparison, world
         findings.add(Cause.DATA, f"One process loads other samples the second time, whatever the seed: {plain.first}.")
     if plain.of_kind("initial parameter", "initial buffer"):
         base |= {"initial"}
-        findings.add(Cause.RANDOM, "One process starts from other weights the second time.", FIXES[Cause.MODEL])
+        findings.add(Cause.RANDOM, "One process starts from other weights the second time.", FIXES_OF_TASK[Cause.MODEL])
     again = plain
     if base:
         one, two = (lab.run(base, "one", world) for _ in range(2))
@@ -310,7 +197,7 @@ def study_repetition(findings: Findings, lab: Lab, plain: TraceComparison, world
         return base
     findings.add(Cause.OPERATOR, f"The same process, run twice from the same seed, gives another {again.first}.")
     # A difference in rounding only does not hide differences of the ranks.
-    if max(again.worst.values()) <= tolerance_of(findings.subject).relative:
+    if max(again.worst.values()) <= findings.subject.tolerance.relative:
         return base
     findings.explained = False
     return None
@@ -339,7 +226,7 @@ def study_division(findings: Findings, lab: Lab, world: World) -> Outcome:
     def divide(off: Off, turned_off: str) -> TraceComparison | None:
         one, shares = run(off - {"weights"}, "one"), run(off, "shares")  # the whole batch has no weights
         traces.extend(trace for outcome in (one, shares) if isinstance(outcome, list) for trace in outcome)
-        return findings.compare(turned_off, PAIR, one, shares, tolerance_of(findings.subject), skip=["sample"])
+        return findings.compare(turned_off, PAIR, one, shares, findings.subject.tolerance, skip=["sample"])
 
     if (plain := divide(NOTHING, "nothing")) is not None and plain.same:
         return run(NOTHING, "shares")
@@ -427,7 +314,7 @@ def study_ranks(findings: Findings, base: Off, shares: Outcome, run: Run, refere
         run: Runs an experiment, or returns its traces if it was run before.
         reference: The run of one process on whole batches.
     """
-    tolerance = tolerance_of(findings.subject)
+    tolerance = findings.subject.tolerance
     num_before = len(findings.diagnoses)
 
     def compare_with(off: Off, turned_off: str) -> TraceComparison | None:
@@ -466,7 +353,7 @@ def _add_values(findings: Findings, base: Off, run: Run, reference: Sequence[Tra
         if isinstance(outcome := run(off, "ranks"), str):
             return None
         skip: tuple[Kind, ...] = ("loss", "gradient", "parameter", "buffer")
-        return compare(reference, outcome, tolerance_of(findings.subject), skip=skip)
+        return compare(reference, outcome, findings.subject.tolerance, skip=skip)
 
     if (comparison := compare_values(NOTHING)) is None:
         return

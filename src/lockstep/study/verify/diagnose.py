@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,11 @@ from lockstep.comm.world import World
 from lockstep.errors import ConfigurationError, LaunchTimeout, ModelMismatch, ReplicasDiffer
 from lockstep.study.common import Shown, Table, check_numbers, load, log, run_ranks, to_json
 from lockstep.study.verify import causes
-from lockstep.study.verify.causes import Cause, Diagnosis, Findings, Lab, Outcome, Row, Run, attempt, tolerance_of
+from lockstep.study.verify.causes import Findings, Lab, Outcome, Run, attempt
 from lockstep.study.verify.fingerprint import EXACT, Tolerance, Trace, TraceComparison, compare
 from lockstep.study.verify.interventions import Division, Experiment, Given, Off, Subject
 from lockstep.study.verify.reference_loop import perform, perform_and_keep
+from lockstep.study.verify.verdict import FIXES_OF_TASK, Cause, Diagnosis, Setup, Verification
 from lockstep.train.plan import check_batch, plural
 from lockstep.train.settings import Settings, StrategyName, check_engine
 from lockstep.train.task import Task
@@ -79,10 +79,10 @@ def diagnose(subject: Subject, processes: Processes, report: Callable[[str], Non
     subject = replace(subject, settings=replace(subject.settings, check_replicas=0))
     alone, on_ranks, remark = _train(subject, processes, report)
     subject = alone.subject
-    result = Verification(subject, False, None, alone.again.same, why_single=alone.why_single, remark=remark)
+    result = Verification(_setup_of(subject), False, None, alone.again.same, why_single=alone.why_single, remark=remark)
     if isinstance(on_ranks, Diagnosis):
         return replace(result, findings=(on_ranks,))
-    comparison = compare(alone.traces, on_ranks, EXACT if subject.settings.reproducible else tolerance_of(subject))
+    comparison = compare(alone.traces, on_ranks, result.setup.tolerance)
     result = replace(result, comparison=comparison)
     if comparison.same and alone.again.same:
         return replace(result, same=True)
@@ -113,6 +113,19 @@ def diagnose(subject: Subject, processes: Processes, report: Callable[[str], Non
     diagnoses = tuple({one.cause: one for one in reversed(findings.diagnoses)}.values())[::-1]
     explained = findings.explained and bool(diagnoses)
     return replace(result, findings=diagnoses, rows=tuple(findings.rows), explained=explained)
+
+
+def _setup_of(subject: Subject) -> Setup:
+    settings = subject.settings
+    return Setup(
+        Path(subject.task).name if isinstance(subject.task, str) else "task",
+        subject.num_devices,
+        subject.steps,
+        "float64" if subject.double else "fp32",
+        EXACT if settings.reproducible else subject.tolerance,
+        seed=settings.seed,
+        reproducible=settings.reproducible,
+    )
 
 
 def _train(
@@ -159,7 +172,7 @@ def _outside(alone: Alone) -> Diagnosis | None:
         f"Training changes parameters that no module of the model registers, of shape {', '.join(shapes[:5])}: each "
         "rank trains its own."
     )
-    return Diagnosis(Cause.OUTSIDE, evidence, causes.FIXES[Cause.OUTSIDE])
+    return Diagnosis(Cause.OUTSIDE, evidence, FIXES_OF_TASK[Cause.OUTSIDE])
 
 
 # The causes that have to be fixed in the code; the fix of the others, or one of them, is --reproducible.
@@ -243,164 +256,6 @@ def study_alone(lab: Lab, findings: Findings, again: TraceComparison, world: Wor
         # Then one process divides the batch as the ranks do, so only these effects of a division matter.
         division.diagnoses = [one for one in division.diagnoses if one.cause in (Cause.RANDOM, Cause.BUFFERS)]
     return lab, findings, division, shares
-
-
-# The result: in sentences, as tables for a terminal and as JSON.
-
-PLURALS = {"size": "sizes of data set and batch", "sample": "samples", "loss": "losses"}
-
-
-@dataclass(frozen=True, repr=False)
-class Verification(Shown):
-    """What `verify` found.
-
-    Attributes:
-        subject: What was examined.
-        same: Whether it is the same run.
-        apart_from: If it is the same run once this is turned off, what makes it differ, in words; else empty.
-        comparison: One process against the ranks; None where the ranks could not start.
-        repeatable: Whether one process is the same run twice, to the bit.
-        findings: The causes, if it is not the same run.
-        rows: The experiments that led to them.
-        explained: Whether the runs are the same with all causes turned off.
-        why_single: Why fp32 and not float64; empty for float64.
-        remark: Anything else to report; may be empty.
-    """
-
-    subject: Subject
-    same: bool
-    comparison: TraceComparison | None
-    repeatable: bool
-    findings: tuple[Diagnosis, ...] = ()
-    rows: tuple[Row, ...] = ()
-    explained: bool = True
-    why_single: str = ""
-    remark: str = ""
-    apart_from: tuple[str, ...] = ()
-
-    @property
-    def verdict(self) -> str:
-        """The result in a sentence."""
-        subject, comparison = self.subject, self.comparison
-        who = plural(subject.num_devices, "rank")
-        verb = "train" if subject.num_devices > 1 else "trains"
-        as_one = f"{who} {verb} as one process does, over {_steps(subject.steps)} ({_exactness(self)})"
-        if self.same:
-            return f"The same training run: {as_one}."
-        if self.apart_from:
-            return f"The same training run, apart from {' and '.join(self.apart_from)}: without them, {as_one}."
-        if comparison is None:
-            return f"Not the same training run: the {who} cannot train together."
-        if comparison.first is None and self.repeatable:
-            return f"Not the same training run, although {who} and one process make the same updates."
-        if comparison.first is None:
-            return f"Not reproducible: one process and {who} agree, but no two runs are equal to the bit."
-        return (
-            f"Not the same training run: {who} differ{'s' * (subject.num_devices == 1)} from one process, first in the "
-            f"{comparison.first}."
-        )
-
-    @property
-    def name(self) -> str:
-        """The task's file, if it came from one."""
-        return Path(self.subject.task).name if isinstance(self.subject.task, str) else "task"
-
-    def __rich__(self) -> RenderableType:
-        """Lay out verdict, what was compared, and each experiment; the verdict comes first."""
-        subject, comparison = self.subject, self.comparison
-        heading = f"{self.name}: one process and {plural(subject.num_devices, 'rank')}, {_steps(subject.steps)}"
-        parts: list[RenderableType] = [Text(sentence) for sentence in sentences(self)]
-        parts += [Text(), Text(heading, style="bold")]
-        if comparison is not None:
-            rows: list[list[str | Text]] = []
-            for kind, worst in comparison.worst.items():
-                first = next((difference for difference in comparison.differences if difference.kind == kind), "")
-                largest = "none" if worst == 0 else f"{worst:.1e}" if isfinite(worst) else "-"
-                rows.append([PLURALS.get(kind, f"{kind}s"), largest, str(first)])
-            parts += [Text(), Table("What was compared", ["", "largest difference", "first difference"], rows).rich()]
-        if self.rows:
-            experiments: list[list[str | Text]] = [
-                [row.turned_off, row.compared, Text(row.outcome, style="" if row.same else "bold")] for row in self.rows
-            ]
-            parts.append(Table("Experiments", ["turned off", "runs", "outcome"], experiments).rich())
-        notes = (
-            f"Computed in {_exactness(self)}.",
-            self.why_single and f"Not computed in float64, because the task fails there: {self.why_single}",
-            self.remark,
-            "" if self.repeatable else "Two runs of one process differ.",
-        )
-        parts += [Text(note, style="dim") for note in notes if note]
-        return Group(*parts)
-
-    def to_json(self) -> str:
-        """Return everything for other programs; docs/verify.md describes the names, which stay."""
-        subject, comparison = self.subject, self.comparison
-        first = comparison.first if comparison else None
-        record = {
-            "version": 1,  # grows when a name or a meaning changes; new names leave it as it is
-            "task": self.name,
-            "same": self.same,
-            "apart_from": list(self.apart_from),
-            "setup": {
-                "num_devices": subject.num_devices,
-                "engine": "ddp",
-                "steps": list(subject.steps),
-                "seed": subject.settings.seed,
-                "reproducible": subject.settings.reproducible,
-                "precision": "float64" if subject.double else "fp32",
-                "exactness": _exactness(self),
-                "why_not_float64": self.why_single or None,
-            },
-            "repeatable": self.repeatable,
-            "first_difference": asdict(first) if first else None,
-            "largest_differences": comparison.worst if comparison else None,
-            "causes": [asdict(finding) for finding in self.findings],
-            "remark": self.remark or None,
-            "explained": self.explained,
-            "experiments": [asdict(row) for row in self.rows],
-            "verdict": sentences(self),
-        }
-        return to_json(record)
-
-
-def sentences(verification: Verification) -> list[str]:
-    """Return the verdict, a paragraph each: what is, then cause and fix for each cause."""
-    paragraphs = [verification.verdict]
-    num = len(verification.findings)
-    for number, finding in enumerate(verification.findings, 1):
-        which = f"Cause {number} of {num}" if num > 1 else "Cause"
-        paragraphs.append(f"{which}: {finding.cause}. {finding.evidence}")
-        paragraphs.append(f"Fix: {finding.fix} {finding.tried}".rstrip())
-    failed = [row for row in verification.rows if row.error]
-    if not verification.same and not verification.findings:
-        paragraphs.append(
-            "No cause was found: turning off each of the features below did not make the runs the same. "
-            "Check how the first tensor that differs is computed, and whether that can depend on the rank."
-        )
-    elif not verification.same and not verification.explained:
-        paragraphs.append("There may be more causes: run verify again after fixing these.")
-    if failed and not verification.explained:
-        paragraphs.append(
-            f"{len(failed)} of {len(verification.rows)} experiments failed, and exclude no cause: {failed[0].error}"
-        )
-    return paragraphs
-
-
-def _exactness(verification: Verification) -> str:
-    """Return in what precision the runs were compared, and how closely."""
-    subject = verification.subject
-    closely = f"{tolerance_of(subject).relative:.0e} of each tensor's size"
-    return f"{'float64' if subject.double else 'fp32'}, to {'the bit' if subject.settings.reproducible else closely}"
-
-
-def _steps(numbers: tuple[int, ...]) -> str:
-    """Return which steps were trained, such as ``steps 0 to 2 and 5``."""
-    if len(numbers) == 1:
-        return f"step {numbers[0]}"
-    if numbers[-1] == numbers[-2] + 1:
-        return f"steps {numbers[0]} to {numbers[-1]}"
-    first = f"steps {numbers[0]} to {numbers[-2]}" if len(numbers) > 2 else f"steps {numbers[0]}"
-    return f"{first} and {numbers[-1]}, the epoch's last"
 
 
 # Runs with ``local-sgd`` and ``diloco`` differ by design, but three rules must hold.

@@ -173,6 +173,8 @@ class Tolerance:
 
 
 DOUBLE, SINGLE = Tolerance(1e-8, 1e-2), Tolerance(1e-3, 1e-1)
+# With bf16 or fp16, sums over another number of samples are rounded otherwise.
+HALF = Tolerance(5e-2, 1e-1)
 EXACT = Tolerance(0.0, 0.0)
 
 

@@ -27,7 +27,7 @@ from lockstep.comm.process import single_process_view
 from lockstep.containers import map_tensors
 from lockstep.data.order import ShardOrder, mix, seed_cpu
 from lockstep.data.shards import HasShardOrder
-from lockstep.study.verify.fingerprint import Fingerprint, fingerprint, fingerprint_model
+from lockstep.study.verify.fingerprint import DOUBLE, SINGLE, Fingerprint, Tolerance, fingerprint, fingerprint_model
 from lockstep.telemetry.instrument import Instrument
 from lockstep.torch_internals import BatchNorm, TorchDispatchMode, numpy_default, schema_of, tree_flatten
 from lockstep.train.settings import Settings, StrategyName
@@ -69,6 +69,11 @@ class Subject:
     num_steps: int
     steps: tuple[int, ...] = ()
     double: bool = True
+
+    @property
+    def tolerance(self) -> Tolerance:
+        """How far apart numbers may be."""
+        return DOUBLE if self.double else SINGLE
 
 
 @dataclass(frozen=True)

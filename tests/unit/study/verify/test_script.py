@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import torch
 
-from lockstep.study.verify.causes import Cause
 from lockstep.study.verify.fingerprint import fingerprint
 from lockstep.study.verify.script.script_causes import (
     compare_traces,
@@ -14,6 +13,7 @@ from lockstep.study.verify.script.script_causes import (
     structural,
 )
 from lockstep.study.verify.script.trace import Pass, ScriptStep, ScriptTrace
+from lockstep.study.verify.verdict import Cause
 
 
 def step(number, samples, gradient=1.0, parameter=1.0, **others):

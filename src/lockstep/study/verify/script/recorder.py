@@ -78,7 +78,7 @@ class ScriptRecorder:
             draws=tuple(sorted(self._draws.watch.draws)),
             passes=tuple(self._data.passes),
             norms=tuple(sorted(self._updates.norms)),
-            precision=self._updates.precision or "fp32",
+            precision=self._updates.precision[1],
             engine=self._updates.engine,
             is_augmented=self._data.is_augmented,
             unseen=tuple(self._data.unseen),

@@ -8,38 +8,17 @@ from typing import Any
 
 import torch
 
-from lockstep.study.verify.causes import FIXES, Cause, Diagnosis
 from lockstep.study.verify.fingerprint import (
-    SINGLE,
     Difference,
     StepTrace,
-    Tolerance,
     Trace,
     TraceComparison,
     compare,
     distance,
 )
 from lockstep.study.verify.script.trace import Pass, ScriptStep, ScriptTrace
+from lockstep.study.verify.verdict import FIXES_OF_SCRIPT, Cause, Diagnosis
 from lockstep.train.plan import plural
-
-# With bf16 or fp16, sums over another number of samples are rounded otherwise.
-HALF = Tolerance(5e-2, 1e-1)
-
-# What differs from the advice for a task.
-_FIXES = FIXES | {
-    Cause.DATA: "Make data set and split the same on every rank: seed what makes them without the rank, sort listings.",
-    Cause.MODEL: "Load or make the weights before the model is wrapped, or on every rank.",
-    Cause.RATES: "Let learning rates and schedules depend on the global batch and the number of updates only.",
-    Cause.CLIPPED: "Clip after the gradients were averaged: after backward, and before optimizer.step().",
-    Cause.BUFFERS: "Change buffers and copies of the model in the same way on every rank: from values that all have.",
-    Cause.STATE: "Change attributes in the same way on every rank, not on rank 0 only.",
-    Cause.WEIGHTING: "Weight each rank by what its loss counts: lockstep.backward(loss, mean_over=count).",
-    Cause.TERM: "Add the penalty once: to the loss of every rank if gradients are averaged, or use weight_decay.",
-    Cause.COUPLED: "Gather what samples need of each other from all ranks, and make each term a mean over samples.",
-    Cause.OPERATOR: "Seed the script; torch.use_deterministic_algorithms(True) replaces or names operators.",
-    Cause.RANDOM: "Nothing: it is so by design. lockstep train --reproducible draws the same numbers on any devices.",
-    Cause.BATCHNORM: "Convert the model: lockstep.SyncBatchNorm.convert_sync_batchnorm(model).",
-}
 
 _SAMPLER_ON_ONE = (
     "Use the DistributedSampler, or lockstep.prepare, on one rank, too: it has the same order on any number."
@@ -53,7 +32,7 @@ _OWN_DIVISION = (
 
 def diagnosis(cause: Cause, evidence: str) -> Diagnosis:
     """Return a cause with the advice for a script."""
-    return Diagnosis(cause, evidence, _FIXES[cause])
+    return Diagnosis(cause, evidence, FIXES_OF_SCRIPT[cause])
 
 
 def numbers_of(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> tuple[int, ...]:
@@ -64,7 +43,7 @@ def numbers_of(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> tuple[int, ...
 def compare_traces(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> TraceComparison:
     """Compare the updates of one rank with those of N."""
     numbers = numbers_of(one, ranks)
-    comparison = compare(_together([one], numbers), _together(ranks, numbers), HALF if one.is_half else SINGLE)
+    comparison = compare(_together([one], numbers), _together(ranks, numbers), one.tolerance)
     # A script may scale the loss of a part as it likes, if its gradients are right.
     is_same = all(difference.kind == "loss" for difference in comparison.differences)
     return replace(comparison, differences=()) if is_same else comparison
@@ -176,7 +155,11 @@ def _of_samples(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> Iterator[Diag
     elif sample:
         evidence = f"The ranks do not train on what one process trains on: {sample}."
         own = not any(pass_.is_divided or pass_.is_prepared for pass_ in ranks[0].passes)
-        yield Diagnosis(Cause.DATA, evidence, f"{_FIXES[Cause.DATA]} {_OWN_DIVISION}" if own else _FIXES[Cause.DATA])
+        yield Diagnosis(
+            Cause.DATA,
+            evidence,
+            f"{FIXES_OF_SCRIPT[Cause.DATA]} {_OWN_DIVISION}" if own else FIXES_OF_SCRIPT[Cause.DATA],
+        )
 
 
 def passes_of(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> Iterator[tuple[Pass, ...]]:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from lockstep.containers import find_tensors
-from lockstep.study.verify.fingerprint import StepTrace, Trace
+from lockstep.study.verify.fingerprint import DOUBLE, HALF, SINGLE, StepTrace, Tolerance, Trace
 
 
 @dataclass
@@ -87,7 +87,7 @@ class ScriptTrace(Trace):
     Attributes:
         passes: Over loaders.
         norms: Layers of batch norm that normalise with the statistics of this rank's part.
-        precision: In which the script computes.
+        precision: The lowest in which a model is computed, such as ``float64``, ``fp32`` or ``bf16 autocast``.
         engine: ``ddp`` if a model is in a wrapper, otherwise ``none``.
         is_augmented: Whether samples are drawn at random, so that one is another in each epoch.
         unseen: What was not compared, in sentences.
@@ -102,9 +102,9 @@ class ScriptTrace(Trace):
     unseen: tuple[str, ...] = ()
 
     @property
-    def is_half(self) -> bool:
-        """Whether something is computed in less than fp32."""
-        return self.precision not in ("fp32", "float64")
+    def tolerance(self) -> Tolerance:
+        """How far apart numbers may be."""
+        return {"float64": DOUBLE, "fp32": SINGLE}.get(self.precision, HALF)
 
 
 # Digests: of generators and of samples.

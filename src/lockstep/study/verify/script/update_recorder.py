@@ -94,7 +94,7 @@ class UpdateRecorder:
         steps: The updates.
         initial: The parameters before the first.
         norms: Layers of batch norm that normalise with the statistics of this rank's part.
-        precision: In which the script computes.
+        precision: The lowest in which a model is computed: bytes of a number, and the name.
         engine: ``ddp`` if a model is in a wrapper, otherwise ``none``.
     """
 
@@ -103,7 +103,7 @@ class UpdateRecorder:
         self.steps: list[ScriptStep] = []
         self.initial: dict[str, Fingerprint] = {}
         self.norms: set[str] = set()
-        self.precision, self.engine = "", "none"
+        self.precision, self.engine = (16, "fp32"), "none"
         self._models = Models()
         self._num_updates: Counter[int] = Counter()  # by id of the optimizer
         self._has_loaders = False
@@ -159,9 +159,10 @@ class UpdateRecorder:
             if is_batch_norm(layer) and layer.training and "Sync" not in type(layer).__name__:
                 self.norms.add(name)
         device = parameters[0].device.type
-        is_autocast, kind = torch.is_autocast_enabled(device), parameters[0].dtype
-        name = _PRECISIONS.get(torch.get_autocast_dtype(device) if is_autocast else kind, str(kind))
-        self.precision = self.precision or f"{name}{' (autocast)' * is_autocast}"
+        is_autocast = torch.is_autocast_enabled(device)
+        kind = torch.get_autocast_dtype(device) if is_autocast else parameters[0].dtype.to_real()
+        name = f"{_PRECISIONS.get(kind, str(kind))}{' autocast' * is_autocast}"
+        self.precision = min(self.precision, (kind.itemsize, name))
         self._data.forward(inputs)
 
     def _before_backward(self, tensors: Any, *_args: Any, **_kwargs: Any) -> None:

@@ -2,16 +2,13 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from lockstep.errors import ConfigurationError
 from lockstep.study.common import log
-from lockstep.study.verify.causes import Cause, Diagnosis, Row
-from lockstep.study.verify.diagnose import Verification
-from lockstep.study.verify.interventions import Subject
 from lockstep.study.verify.script.runs import OutOfTime, Runs
 from lockstep.study.verify.script.script_causes import (
     EXPLAINS,
-    HALF,
     compare_traces,
     diagnosis,
     numbers_of,
@@ -22,7 +19,7 @@ from lockstep.study.verify.script.script_causes import (
     structural,
 )
 from lockstep.study.verify.script.trace import ScriptTrace
-from lockstep.train.settings import Settings
+from lockstep.study.verify.verdict import Cause, Diagnosis, Row, Setup, Verification
 
 
 def verify_script(
@@ -61,63 +58,59 @@ def verify_script(
             f"Run it: lockstep run --devices 1 {' '.join(command)}"
         )
     ranks, failure = runs.run(devices)
-    subject = Subject(command[0], Settings(), devices, steps, numbers_of(one, ranks or [one]), double=False)
-    result = Verification(subject, False, None, True, remark=_remark(one, ranks))
+    # A wrapper, and what prepares a model, may do nothing on one rank.
+    engine = "ddp" if any(trace.engine == "ddp" for trace in (one, *ranks)) else "none"
+    numbers = numbers_of(one, ranks) or numbers_of(one, [])
+    setup = Setup(Path(command[0]).name, devices, numbers, one.precision, one.tolerance, engine)
+    unseen = dict.fromkeys(text for trace in (one, *ranks) for text in trace.unseen)
+    result = Verification(setup, False, None, True, remark="\n".join(f"Not compared: {text}" for text in unseen))
     if failure:
         fix = f"Mend what the error says. lockstep run --devices {devices} {' '.join(command)} shows it, too."
         error, _, trace = failure.partition("\n\n")
         remark = f"{result.remark}\n{trace}".strip()
         return replace(result, findings=(Diagnosis(Cause.FAILED, error, fix),), remark=remark)
+    if not numbers_of(one, ranks):
+        return result
     # Also of loader processes, whose draws cannot be seen: rank 0 has the seeds of one process.
     is_augmented = one.is_augmented or any(other_samples(whole, part) for whole, part, *_ in passes_of(one, ranks))
     one, *ranks = (replace(trace, is_augmented=is_augmented) for trace in (one, *ranks))
-    comparison = compare_traces(one, ranks)
-    findings, rows, apart_from = list(structural(one, ranks)), list[Row](), dict[str, Diagnosis]()
+    comparison, findings = compare_traces(one, ranks), list(structural(one, ranks))
     for finding in findings:
         report(f"found: {finding.cause}. {finding.evidence}")
+    result = _with_findings(replace(result, comparison=comparison, explained=comparison.same), findings)
     draws = one.is_augmented or any(step.drawn for step in one.steps)
     off = ["random"] * draws + ["batchnorm"] * bool(one.norms)
-    is_judged = True
     if off and not comparison.same and not _causes(findings) & EXPLAINS:
         # A script without errors differs in these, and they would hide errors.
         clean, failure = _attempt(runs, 1, *off)
         clean_ranks, failure = ([], failure) if failure else _attempt(runs, devices, *off)
-        what = " and ".join(off)
-        if is_judged := not failure:
-            one, *ranks = (replace(trace, is_augmented=is_augmented) for trace in (*clean, *clean_ranks))
-            without = compare_traces(one, ranks)
-            rows.append(Row(what, "one rank, ranks", str(without), without.same))
-            apart_from = dict(_by_design(off, one)) if without.same else {}
-        else:
-            # Then nothing is known about the rest, as these make the runs differ.
-            error = failure.partition("\n")[0]
-            rows.append(Row(what, "one rank, ranks", f"failed: {error}", False, error))
-    last = compare_traces(one, ranks)
-    if is_judged and not last.same:
+        trial = " and ".join(off), "one rank, ranks"
+        if failure:  # then nothing is known about the rest
+            return replace(result, rows=(Row.failed(*trial, failure.partition("\n")[0]),))
+        one, *ranks = (replace(trace, is_augmented=is_augmented) for trace in (*clean, *clean_ranks))
+        without = compare_traces(one, ranks)
+        result = replace(result, rows=(Row(*trial, str(without), without.same),), explained=without.same)
+        if without.same:
+            apart_from = {} if findings else dict(_by_design(off, one))
+            is_by_design = Cause.MASKS not in _causes(findings)
+            findings += [finding for _, finding in _by_design(off, one) if is_by_design]
+            return replace(_with_findings(result, findings), apart_from=tuple(apart_from))
+    if not result.explained:
         findings += of_ranks(ranks, one.norms)
-        first = next((diff for diff in last.differences if diff.kind in ("gradient", "parameter", "buffer")), None)
+        differences = compare_traces(one, ranks).differences
+        first = next((each for each in differences if each.kind in ("gradient", "parameter", "buffer")), None)
         if first is not None and not _causes(findings) & EXPLAINS:
             findings += of_means(one, ranks, first)
         if not findings:
             again, failure = _attempt(runs, 1, *off)
-            error = failure.partition("\n")[0]
-            repeated = compare_traces(one, again or [one])
-            outcome = f"failed: {error}" if failure else str(repeated)
-            rows.append(Row("nothing else", "one rank, twice", outcome, repeated.same and not error, error))
-            if repeated.first is not None and not failure:
+            repeated, trial = compare_traces(one, again or [one]), ("nothing else", "one rank, twice")
+            row = Row(*trial, str(repeated), repeated.same)
+            row = Row.failed(*trial, failure.partition("\n")[0]) if failure else row
+            result = replace(result, rows=(*result.rows, row))
+            if not failure and not repeated.same:
                 evidence = f"One rank, run twice, gives another {repeated.first}."
                 findings.append(diagnosis(Cause.OPERATOR, evidence))
-    by_design = [] if Cause.MASKS in _causes(findings) else [*apart_from.values()]
-    return replace(
-        result,
-        same=comparison.same and not findings,
-        apart_from=() if findings else tuple(apart_from),
-        comparison=comparison,
-        # Of each cause the first.
-        findings=tuple({finding.cause: finding for finding in reversed([*findings, *by_design])}.values())[::-1],
-        rows=tuple(rows),
-        explained=last.same,
-    )
+    return _with_findings(result, findings)
 
 
 def _attempt(runs: Runs, num_ranks: int, *off: str) -> tuple[list[ScriptTrace], str]:
@@ -128,15 +121,15 @@ def _attempt(runs: Runs, num_ranks: int, *off: str) -> tuple[list[ScriptTrace], 
         return [], str(over)
 
 
+def _with_findings(result: Verification, findings: Sequence[Diagnosis]) -> Verification:
+    """Return the result with the first finding of each cause."""
+    first = {finding.cause: finding for finding in reversed(findings)}
+    is_same = result.comparison is not None and result.comparison.same and not findings
+    return replace(result, findings=tuple(first.values())[::-1], same=is_same)
+
+
 def _causes(findings: Sequence[Diagnosis]) -> set[Cause]:
     return {finding.cause for finding in findings}
-
-
-def _remark(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> str:
-    """Return what has to be known about a comparison."""
-    unseen = dict.fromkeys(text for trace in (one, *ranks) for text in trace.unseen)
-    half = f"As the script computes in {one.precision}, tensors may differ by {HALF.relative:.0%} of their size."
-    return "\n".join([half] * one.is_half + ["Not compared: " + text for text in unseen])
 
 
 def _by_design(off: Sequence[str], one: ScriptTrace) -> Iterator[tuple[str, Diagnosis]]:

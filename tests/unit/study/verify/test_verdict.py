@@ -7,22 +7,30 @@ import pytest
 from rich.console import Console
 
 from lockstep.study.verify import causes
-from lockstep.study.verify.causes import Cause, Findings, Row
-from lockstep.study.verify.diagnose import Verification, sentences
-from lockstep.study.verify.fingerprint import Difference, TraceComparison
+from lockstep.study.verify.causes import Findings
+from lockstep.study.verify.fingerprint import DOUBLE, HALF, SINGLE, Difference, TraceComparison
 from lockstep.study.verify.interventions import Subject
+from lockstep.study.verify.verdict import (
+    FIXES_OF_SCRIPT,
+    FIXES_OF_TASK,
+    Cause,
+    Row,
+    Setup,
+    Verification,
+    sentences,
+)
 from lockstep.train.settings import Settings
 
 FIRST = Difference("gradient", 1, "0.weight", (1,), 0.25, "off by 2.5e-01 of its size")
 WORST = {"loss": 0.0, "gradient": 0.25}
 
 
-def verification(*findings, same=False, explained=True, first=FIRST, repeatable=True, why_single="", **subject):
-    values = {"num_devices": 2, "num_steps": 3, "steps": (0, 1, 5), "double": not why_single}
+def verification(*findings, same=False, explained=True, first=FIRST, repeatable=True, why_single="", steps=(0, 1, 5)):
+    kind, tolerance = ("fp32", SINGLE) if why_single else ("float64", DOUBLE)
     comparison = TraceComparison(() if first is None else (first,), WORST)
-    rows = (Row("nothing", "one process, ranks", "differ", False),)
+    rows = (Row("all of the below", "one process, ranks", "differ", False),)
     return Verification(
-        Subject("task.py", Settings(), **{**values, **subject}),
+        Setup("task.py", 2, steps, kind, tolerance, seed=0),
         same,
         comparison,
         repeatable,
@@ -92,11 +100,52 @@ def test_without_a_cause_it_says_what_was_ruled_out():
     ]
 
 
+CHECK = "Check how the first tensor that differs is computed, and whether that can depend on the rank."
+
+
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        ((), "one process and 2 ranks were compared with no feature turned off."),
+        (
+            (Row("nothing else", "", "the same", True), Row.failed("random", "", "OSError: no")),
+            "one process and 2 ranks were compared with no feature turned off.",
+        ),
+        ((Row("random", "", "the same", True),), "although some of the experiments below give the same run."),
+    ],
+)
+def test_nothing_is_said_of_features_that_were_not_turned_off(rows, sentence):
+    (_, paragraph, *rest) = sentences(replace(verification(explained=False), rows=rows))
+    assert paragraph.removeprefix("No cause was found").lstrip(":, ") == f"{sentence} {CHECK}"
+    assert rest == ["1 of 2 experiments failed, and exclude no cause: OSError: no"] * (len(rows) == 2)
+
+
+def test_ranks_that_make_no_update_are_not_compared():
+    found = replace(verification(), comparison=None, rows=())
+    assert sentences(found) == [
+        "Not the same training run: the 2 ranks cannot train together.",
+        "Nothing was compared, as not all ranks have made an update. Make it train with: lockstep run --devices 2 "
+        "task.py",
+    ]
+
+
+def test_a_script_has_the_precision_and_the_tolerance_that_were_used():
+    setup = Setup("train.py", 2, (0, 1, 2), "bf16 autocast", HALF, engine="none")
+    found = replace(verification(same=True, first=None), setup=setup)
+    assert sentences(found) == [
+        "The same training run: 2 ranks train as one process does, over steps 0 to 2 (bf16 autocast, to 5e-02 of each "
+        "tensor's size)."
+    ]
+    record = json.loads(found.to_json())["setup"]
+    assert (record["seed"], record["engine"], record["precision"]) == (None, "none", "bf16 autocast")
+    assert record["exactness"] == "bf16 autocast, to 5e-02 of each tensor's size"
+
+
 def test_experiments_that_failed_exclude_nothing():
-    failed = Row("nothing", causes.PAIR, "failed: TypeError: no", False, "TypeError: no")
-    of_ranks = replace(failed, compared=causes.RANKS_PAIR)
+    failed = Row.failed("nothing", causes.PAIR, "TypeError: no")
+    others = Row("all of the below", causes.RANKS_PAIR, "differ", False)
     last = "1 of 2 experiments failed, and exclude no cause: TypeError: no"
-    found = replace(verification(explained=False), rows=(failed, replace(of_ranks, error="")))
+    found = replace(verification(explained=False), rows=(failed, others))
     assert sentences(found)[1:] == [
         "No cause was found: turning off each of the features below did not make the runs the same. "
         "Check how the first tensor that differs is computed, and whether that can depend on the rank.",
@@ -111,11 +160,11 @@ def test_a_run_that_is_only_not_repeatable_is_told_apart():
     assert first == "Not reproducible: one process and 2 ranks agree, but no two runs are equal to the bit."
 
 
-@pytest.mark.parametrize("cause", Cause)
-def test_every_cause_has_a_fix(cause):
-    text = finding(cause).fix
-    assert text.endswith(".")
-    assert "{" not in text
+def test_every_cause_has_a_fix():
+    assert FIXES_OF_TASK.keys() | FIXES_OF_SCRIPT.keys() == {*Cause} - {Cause.FAILED}  # its fix has the command
+    for text in (*(finding(cause).fix for cause in FIXES_OF_TASK), *FIXES_OF_SCRIPT.values()):
+        assert text.endswith(".")
+        assert "{" not in text
 
 
 def test_the_page_fits_and_begins_with_the_verdict():
