@@ -1,5 +1,6 @@
 """Why a script differs on N ranks: what its loaders and schedules show, and what the numbers show."""
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -20,6 +21,7 @@ from lockstep.study.verify.script.trace import Pass, ScriptStep, ScriptTrace
 from lockstep.study.verify.verdict import FIXES_OF_SCRIPT, Cause, Diagnosis
 from lockstep.train.plan import plural
 
+_DIVIDE_ONCE = "Divide it once: batch_size=BATCH // world_size."
 _SAMPLER_ON_ONE = (
     "Use the DistributedSampler, or lockstep.prepare, on one rank, too: it has the same order on any number."
 )
@@ -137,6 +139,11 @@ def _of_samples(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> Iterator[Diag
     if sum(parts) == len(ranks) * whole and len(ranks) > 1:
         evidence = f"An update takes {sum(parts)} samples instead of {whole}: {parts[0]} on each of {who}."
         yield diagnosis(Cause.BATCH, evidence)
+    if sum(parts) * len(ranks) == whole and len(ranks) > 1:
+        evidence = f"An update takes {sum(parts)} samples instead of {whole}: the batch is divided twice."
+        is_prepared = any(pass_.is_prepared for pass_ in ranks[0].passes)
+        advice = "Give the loader the batch size of all ranks together: lockstep.prepare divides each batch."
+        yield Diagnosis(Cause.BATCH, evidence, advice if is_prepared else _DIVIDE_ONCE)
     for expected, *passes in passes_of(one, ranks):
         counts, wanted = Counter(index for pass_ in passes for index in pass_.indices), Counter(expected.indices)
         twice, never = (counts - wanted).total(), len(wanted.keys() - counts.keys())
@@ -148,6 +155,8 @@ def _of_samples(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> Iterator[Diag
         elif never:
             yield diagnosis(Cause.DATA, f"In an epoch, {never} of {len(wanted)} samples are on no rank.")
     sample = compare_traces(one, ranks).of_kind("sample")
+    if sample and any(pass_.is_prepared for pass_ in one.passes) and any(step.drawn for step in one.steps):
+        return  # on one rank, its sampler and forward draw from one generator: so without draws, the order may be equal
     if sample and sum(parts) == whole and any(True for _ in passes_of(one, ranks)):
         evidence = f"In an epoch, the ranks use each sample as often as one process, in another order: {sample}."
         is_divided = any(pass_.is_divided for pass_ in ranks[0].passes)
@@ -240,6 +249,10 @@ def of_means(one: ScriptTrace, ranks: Sequence[ScriptTrace], first: Difference) 
     assert first.step is not None
     number, expected = first.step, one.steps[first.step]
     steps = [rank.steps[number] for rank in ranks]
+    if buffer := _changed_buffer(one, ranks[0], number):
+        text = f"{buffer} is not that of one process at step {number}: it follows from the samples of one rank."
+        yield diagnosis(Cause.BUFFERS, text)
+        return
     sizes = [len(step.indices) for step in steps]
     losses = [step.loss for step in steps]
     if first.kind == "parameter":
@@ -265,6 +278,19 @@ def of_means(one: ScriptTrace, ranks: Sequence[ScriptTrace], first: Difference) 
         text = f"At step {number}, samples and weights are those of one process, but the losses of the ranks, "
         text += f"{' and '.join(f'{loss:.4g}' for loss in losses)}, are not parts of its loss, {expected.loss:.4g}."
         yield diagnosis(Cause.COUPLED, text)
+
+
+def _changed_buffer(one: ScriptTrace, rank: ScriptTrace, number: int) -> str:
+    """Return the name of a buffer of a trained model that is first another one in this step; empty if there is none."""
+    wanted, found = (trace.steps[number].tensors["buffer"] for trace in (one, rank))
+    others = [
+        name
+        for name, tensor in wanted.items()
+        # Copies of the model, such as averages, have the name of their class.
+        if not re.match("[A-Za-z_]+:", name) and name.rpartition(".")[0].rpartition(":")[2] not in one.norms
+        if name in found and distance(found[name], tensor) > one.tolerance.relative * tensor.norm
+    ]
+    return others[0] if others else ""
 
 
 def _unequal(traces: Sequence[StepTrace], kind: str) -> list[str]:

@@ -95,6 +95,7 @@ def verify_script(
             is_by_design = Cause.MASKS not in _causes(findings)
             findings += [finding for _, finding in _by_design(off, one) if is_by_design]
             return replace(_with_findings(result, findings), apart_from=tuple(apart_from))
+        findings += [finding for finding in structural(one, ranks) if finding.cause is Cause.DATA]
     if not result.explained:
         findings += of_ranks(ranks, one.norms)
         differences = compare_traces(one, ranks).differences
@@ -139,6 +140,8 @@ def _by_design(off: Sequence[str], one: ScriptTrace) -> Iterator[tuple[str, Diag
         what = "dropout masks" if is_dropout else "random numbers in forward"
         draws = ", ".join(one.draws) or "in the data set"
         evidence = f"Each rank draws its own random numbers ({draws})."
+        if any(pass_.is_prepared for pass_ in one.passes):
+            evidence += " On one rank, samplers draw from the same generator, so later epochs have another order."
         yield what if one.draws else "random augmentation", diagnosis(Cause.RANDOM, evidence)
     if "batchnorm" in off:
         norms = ", ".join(one.norms[:3])
