@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.errors import ConfigurationError
+from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.study.verify.script import sandbox
-from lockstep.study.verify.script.runs import Runs
+from lockstep.study.verify.script.runs import OutOfTime, Runs
 from lockstep.study.verify.script.verify_script import verify_script
 
 SCRIPTS = Path(__file__).parents[1] / "scripts" / "verify"
@@ -258,6 +258,24 @@ def test_a_limit_on_the_time_of_all_runs(tmp_path):
         "Stopped after 0.02 minutes (--minutes), before run 1 (1 rank) was done, and verify compares two.\n"
         "Give more minutes."
     )
+
+
+def test_a_run_that_is_not_begun_in_time_is_missing(tmp_path):
+    script = runs(tmp_path / "none.py", minutes=1e-9)
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match="and verify compares two"):
+            script.run(1)
+    with pytest.raises(OutOfTime) as caught:
+        script.run(2, "random")
+    assert str(caught.value) == (
+        "Stopped after 1e-09 minutes (--minutes): run 3 (2 ranks, random turned off) is missing."
+    )
+
+
+def test_a_run_whose_process_is_killed_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(sandbox, "protect", lambda _: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(LockstepError, match=r"The process of run 1 \(1 rank\) has ended with exit status -9"):
+        runs(tmp_path / "none.py").run(1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

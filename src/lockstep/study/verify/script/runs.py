@@ -54,7 +54,11 @@ _PR_SET_PDEATHSIG = 1
 def count_devices() -> int:
     """Return the number of devices, from a child: a process that has used devices cannot be forked."""
     if (pid := os.fork()) == 0:
-        os._exit(torch.accelerator.device_count())
+        num_devices = 0
+        try:
+            num_devices = torch.accelerator.device_count()
+        finally:
+            os._exit(num_devices)
     return fork_server.ForkedProcess(pid).wait()
 
 

@@ -135,9 +135,9 @@ class _Root:
         except OSError:  # the disk cannot hold layers: it is an overlay itself, as in containers, or on the network
             _call("mount", "tmpfs", self._layers, "tmpfs", 0, None)
         _call("mount", "tmpfs", self._memory, "tmpfs", 0, None)
-        self.points = _mount_points()
         # In a user namespace an overlay cannot change folders of others on the way to one's own.
-        self.points += sorted({*map(_own_folder, (os.getcwd(), str(Path.home())))} - {""}) if is_user else []
+        own = map(_own_folder, (os.getcwd(), os.path.expanduser("~"))) if is_user else ()
+        self.points = sorted({*_mount_points(), *own} - {""})
 
     def at(self, path: str) -> str:
         """Return where the new root has a path, as seen from outside."""
@@ -185,19 +185,20 @@ class _Root:
         _call("mount", "overlay", target, "overlay", 0, options)
 
 
-def _mount_points() -> list[str]:
-    """Return where file systems are mounted that may hold files of a person, those that are below others last."""
+def _mount_points() -> set[str]:
+    """Return where file systems are mounted that may hold files of a person, apart from the root."""
     lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
     # Blanks are written as \040.
     fields = (re.sub(rb"\\([0-7]{3})", lambda octal: bytes([int(octal[1], 8)]), line.split()[4]) for line in lines)
     points = set(map(os.fsdecode, fields)) - {"/", *_KEPT}
     others = tuple(f"{folder}/" for folder in _KEPT)
-    return sorted(point for point in points if point.startswith(_MEDIA) or not point.startswith(others))
+    return {point for point in points if point.startswith(_MEDIA) or not point.startswith(others)}
 
 
 def _own_folder(path: str) -> str:
     """Return the topmost folder of a path that belongs to this user, if it is in one that is covered with others."""
-    own = [str(folder) for folder in (Path(path), *Path(path).parents) if folder.stat().st_uid == os.geteuid()]
+    folders = (Path(path).resolve(), *Path(path).resolve().parents)
+    own = [str(folder) for folder in folders if folder.exists() and folder.stat().st_uid == os.geteuid()]
     return own[-1] if own and own[-1].count("/") > 2 else ""
 
 
