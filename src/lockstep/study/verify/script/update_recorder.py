@@ -134,6 +134,8 @@ class UpdateRecorder:
 
     def _around_forward(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self._is_in_forward or torch.compiler.is_compiling():
+            if module.training and not torch.compiler.is_compiling():
+                self._note_precision(module)  # forward itself may use autocast
             return original(module, *args, **kwargs)
         self._is_in_forward = True
         try:
@@ -158,12 +160,16 @@ class UpdateRecorder:
         for name, layer in unwrap(module).named_modules():
             if is_batch_norm(layer) and layer.training and "Sync" not in type(layer).__name__:
                 self.norms.add(name)
-        device = parameters[0].device.type
-        is_autocast = torch.is_autocast_enabled(device)
-        kind = torch.get_autocast_dtype(device) if is_autocast else parameters[0].dtype.to_real()
-        name = f"{_PRECISIONS.get(kind, str(kind))}{' autocast' * is_autocast}"
-        self.precision = min(self.precision, (kind.itemsize, name))
+        self._note_precision(module)
         self._data.forward(inputs)
+
+    def _note_precision(self, module: nn.Module) -> None:
+        if (parameter := next(module.parameters(), None)) is not None:
+            device = parameter.device.type
+            is_autocast = torch.is_autocast_enabled(device)
+            kind = torch.get_autocast_dtype(device) if is_autocast else parameter.dtype.to_real()
+            name = f"{_PRECISIONS.get(kind, str(kind))}{' autocast' * is_autocast}"
+            self.precision = min(self.precision, (kind.itemsize, name))
 
     def _before_backward(self, tensors: Any, *_args: Any, **_kwargs: Any) -> None:
         if in_backward():  # of a checkpoint
