@@ -7,6 +7,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -55,8 +56,9 @@ def fingerprint(tensor: Tensor) -> Fingerprint:
 
 @lru_cache(maxsize=8)
 def _signs(size: int) -> Tensor:
-    generator = torch.Generator().manual_seed(size)
-    return torch.randint(0, 2, (size,), generator=generator, dtype=torch.int8) * 2 - 1
+    # Not by a generator whose draws are watched, or replaced, in an experiment.
+    words = np.random.PCG64(size).random_raw(-(-size // 64))
+    return torch.from_numpy(np.unpackbits(words.view(np.uint8))[:size].astype(np.int8)) * 2 - 1
 
 
 def distance(actual: Fingerprint, expected: Fingerprint) -> float:

@@ -17,7 +17,7 @@ from lockstep.study.verify.fingerprint import (
     compare,
     distance,
 )
-from lockstep.study.verify.script.trace import Pass, ScriptStep, ScriptTrace
+from lockstep.study.verify.script.trace import SHAPES, Pass, ScriptStep, ScriptTrace
 from lockstep.study.verify.verdict import FIXES_OF_SCRIPT, Cause, Diagnosis
 from lockstep.train.plan import plural
 
@@ -59,7 +59,7 @@ def _together(ranks: Sequence[ScriptTrace], numbers: Sequence[int]) -> list[Trac
         counts = [max(1, len(step.indices)) for step in of_ranks]
         loss = sum(step.loss * count for step, count in zip(of_ranks, counts, strict=True)) / sum(counts)
         # By index if a sample is another one in each epoch; sorted, as ranks may take those of a batch in turn.
-        parts = [step.indices if ranks[0].is_augmented else step.samples for step in of_ranks]
+        parts = [step.indices if ranks[0].by_index else step.samples for step in of_ranks]
         samples = tuple(sorted(sample for part in parts for sample in part))
         for rank, step in enumerate(of_ranks):
             steps[rank].append(replace(step, loss=loss, samples=() if rank else samples))
@@ -133,7 +133,7 @@ def _of_samples(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> Iterator[Diag
         yield diagnosis(Cause.SAMPLER, evidence)
     for expected, *passes in passes_of(one, ranks):
         for rank, pass_ in enumerate(passes):
-            if not one.is_augmented and (wrong := other_samples(expected, pass_)):
+            if not one.by_index and (wrong := other_samples(expected, pass_)):
                 evidence = f"Sample {wrong[0]} of {pass_.dataset} on rank {rank} is not that of one process."
                 yield diagnosis(Cause.DATA, evidence)
     if sum(parts) == len(ranks) * whole and len(ranks) > 1:
@@ -155,7 +155,8 @@ def _of_samples(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> Iterator[Diag
         elif never:
             yield diagnosis(Cause.DATA, f"In an epoch, {never} of {len(wanted)} samples are on no rank.")
     sample = compare_traces(one, ranks).of_kind("sample")
-    if sample and any(pass_.is_prepared for pass_ in one.passes) and any(step.drawn for step in one.steps):
+    draws = one.is_augmented or any(step.drawn for step in one.steps)
+    if sample and draws and any(pass_.is_prepared for pass_ in one.passes):
         return  # on one rank, its sampler and forward draw from one generator: so without draws, the order may be equal
     if sample and sum(parts) == whole and any(True for _ in passes_of(one, ranks)):
         evidence = f"In an epoch, the ranks use each sample as often as one process, in another order: {sample}."
@@ -185,6 +186,12 @@ def passes_of(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> Iterator[tuple[
 def other_samples(expected: Pass, actual: Pass) -> list[Any]:
     """Return the indices at which two passes have loaded different samples."""
     return [index for index, digest in actual.contents.items() if expected.contents.get(index, digest) != digest]
+
+
+def other_shapes(expected: Pass, actual: Pass) -> bool:
+    """Return whether samples have other shapes, as if they were padded with the rest of their batch."""
+    pairs = ((expected.contents.get(index, digest), digest) for index, digest in actual.contents.items())
+    return any(wanted[:SHAPES] != digest[:SHAPES] for wanted, digest in pairs)
 
 
 def problem_of_evaluation(whole: Pass, parts: Sequence[Pass]) -> str:

@@ -90,6 +90,7 @@ class ScriptTrace(Trace):
         precision: The lowest in which a model is computed, such as ``float64``, ``fp32`` or ``bf16 autocast``.
         engine: ``ddp`` if a model is in a wrapper, otherwise ``none``.
         is_augmented: Whether samples are drawn at random, so that one is another in each epoch.
+        by_index: Whether samples are compared by index, as their values depend on draws or on the rest of the batch.
         unseen: What was not compared, in sentences.
     """
 
@@ -99,6 +100,7 @@ class ScriptTrace(Trace):
     precision: str = "fp32"
     engine: str = "none"
     is_augmented: bool = False
+    by_index: bool = False
     unseen: tuple[str, ...] = ()
 
     @property
@@ -121,6 +123,10 @@ def generator_states() -> dict[str, bytes]:
     return {name: blake2b(state, digest_size=16).digest() for name, state in states.items()}
 
 
+# The first bytes of the digest of a sample are those of its shapes, which depend on the batch if samples are padded.
+SHAPES = 4
+
+
 def row_digests(batch: Any) -> list[bytes]:
     """Return a digest of each sample of a batch: of what its tensors have at one place of their first dimension."""
     tensors = [tensor.detach() for tensor in find_tensors(batch) if tensor.dim() > 0]
@@ -128,8 +134,10 @@ def row_digests(batch: Any) -> list[bytes]:
         return []
     num = len(tensors[0])
     rows = [t.to("cpu").reshape(num, -1).contiguous() for t in tensors if len(t) == num and t.numel()]
+    shapes = blake2b(str([row.shape[1] for row in rows]).encode(), digest_size=SHAPES).digest()
     views = [row.view(torch.uint8).numpy() for row in rows]
-    return [blake2b(b"".join(view[row].tobytes() for view in views), digest_size=12).digest() for row in range(num)]
+    digests = (blake2b(b"".join(view[row].tobytes() for view in views), digest_size=12) for row in range(num))
+    return [shapes + digest.digest() for digest in digests]
 
 
 def tensor_digests(value: Any) -> set[bytes]:

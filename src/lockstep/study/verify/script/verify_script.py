@@ -15,6 +15,7 @@ from lockstep.study.verify.script.script_causes import (
     of_means,
     of_ranks,
     other_samples,
+    other_shapes,
     passes_of,
     structural,
 )
@@ -71,9 +72,11 @@ def verify_script(
         return replace(result, findings=(Diagnosis(Cause.FAILED, error, fix),), remark=remark)
     if not numbers_of(one, ranks):
         return result
-    # Also of loader processes, whose draws cannot be seen: rank 0 has the seeds of one process.
-    is_augmented = one.is_augmented or any(other_samples(whole, part) for whole, part, *_ in passes_of(one, ranks))
-    one, *ranks = (replace(trace, is_augmented=is_augmented) for trace in (one, *ranks))
+    # Draws of loader processes cannot be seen, but rank 0 has the seeds of one process.
+    is_padded = any(other_shapes(whole, part) for whole, *parts in passes_of(one, ranks) for part in parts)
+    is_drawn = any(other_samples(whole, part) for whole, part, *_ in passes_of(one, ranks)) and not is_padded
+    made = {"is_augmented": one.is_augmented or is_drawn, "by_index": one.is_augmented or is_drawn or is_padded}
+    one, *ranks = (replace(trace, **made) for trace in (one, *ranks))
     comparison, findings = compare_traces(one, ranks), list(structural(one, ranks))
     for finding in findings:
         report(f"found: {finding.cause}. {finding.evidence}")
@@ -87,7 +90,7 @@ def verify_script(
         trial = " and ".join(off), "one rank, ranks"
         if failure:  # then nothing is known about the rest
             return replace(result, rows=(Row.failed(*trial, failure.partition("\n")[0]),))
-        one, *ranks = (replace(trace, is_augmented=is_augmented) for trace in (*clean, *clean_ranks))
+        one, *ranks = (replace(trace, **made) for trace in (*clean, *clean_ranks))
         without = compare_traces(one, ranks)
         result = replace(result, rows=(Row(*trial, str(without), without.same),), explained=without.same)
         if without.same:
