@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from lockstep.errors import ConfigurationError
 from lockstep.study.common import log
@@ -75,7 +76,10 @@ def verify_script(
     # Draws of loader processes cannot be seen, but rank 0 has the seeds of one process.
     is_padded = any(other_shapes(whole, part) for whole, *parts in passes_of(one, ranks) for part in parts)
     is_drawn = any(other_samples(whole, part) for whole, part, *_ in passes_of(one, ranks)) and not is_padded
-    made = {"is_augmented": one.is_augmented or is_drawn, "by_index": one.is_augmented or is_drawn or is_padded}
+    made: dict[str, Any] = {
+        "is_augmented": one.is_augmented or is_drawn,
+        "by_index": one.is_augmented or is_drawn or is_padded,
+    }
     one, *ranks = (replace(trace, **made) for trace in (one, *ranks))
     comparison, findings = compare_traces(one, ranks), list(structural(one, ranks))
     for finding in findings:
