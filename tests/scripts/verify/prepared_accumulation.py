@@ -1,4 +1,4 @@
-"""Sound: gradient accumulation in a prepared script, with loss / steps and a scheduler, as in tutorials of Transformers."""
+"""Sound: gradient accumulation in a prepared script, with loss / steps and a scheduler."""
 # EXPECT: sound script
 
 import math

@@ -1,4 +1,4 @@
-"""Sound: optimizer.step(closure) in a prepared script: LBFGS on batches, whose closure returns the loss of all ranks."""
+"""Sound: optimizer.step(closure) in a prepared script: LBFGS, with the loss of all ranks."""
 # EXPECT: sound script
 
 import torch
@@ -16,10 +16,10 @@ model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 criterion = nn.MSELoss()
 optimizer = torch.optim.LBFGS(model.parameters(), lr=0.2, max_iter=4, history_size=5)
 model, optimizer, loader = lockstep.prepare(model, optimizer, loader)
-for i in range(4):
+for _ in range(4):
     for inputs, target in loader:
 
-        def closure():
+        def closure(inputs=inputs, target=target):
             optimizer.zero_grad()
             loss = criterion(model(inputs), target)
             loss.backward()
@@ -29,4 +29,4 @@ for i in range(4):
 
         optimizer.step(closure)
 if dist.get_rank() == 0:
-    print(f"STEP {i} norm {nn.utils.parameters_to_vector(model.parameters()).norm().item():.4f}")
+    print(f"norm {nn.utils.parameters_to_vector(model.parameters()).norm().item():.4f}")

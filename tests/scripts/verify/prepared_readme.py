@@ -13,7 +13,7 @@ model = torch.nn.Linear(8, 1)
 loader = DataLoader(dataset, batch_size=32, shuffle=True)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 model, optimizer, loader = lockstep.prepare(model, optimizer, loader)
-for epoch in range(5):
+for _ in range(5):
     for x, y in loader:
         loss = torch.nn.functional.mse_loss(model(x), y)
         optimizer.zero_grad()

@@ -35,4 +35,6 @@ for _ in range(2):
         loss.backward()
         optimizer.step()
 if torch.distributed.get_rank() == 0:
-    print(f"scale {logit_scale.item():.5f} norm {nn.utils.parameters_to_vector(encoder.parameters()).norm().item():.5f}")
+    print(
+        f"scale {logit_scale.item():.5f} norm {nn.utils.parameters_to_vector(encoder.parameters()).norm().item():.5f}"
+    )
