@@ -13,7 +13,7 @@ dataset = TensorDataset(torch.tensor(x[:640]).float() / 16, torch.tensor(y[:640]
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.4), nn.Linear(64, 10))
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-loader = DataLoader(dataset, batch_size=64, shuffle=True)
+loader = DataLoader(dataset, batch_size=64, shuffle=True, generator=torch.Generator().manual_seed(2))
 model, optimizer, loader = lockstep.prepare(model, optimizer, loader)
 for epoch in range(2):
     torch.manual_seed(1000 + epoch)  # each epoch can be repeated

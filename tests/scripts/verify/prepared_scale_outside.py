@@ -1,4 +1,4 @@
-"""Error: a learnable temperature is made after prepare and is in the optimizer, but in no prepared model."""
+"""Error: a learnable temperature is added to the optimizer after prepare, and is in no prepared model."""
 # EXPECT: a parameter outside of the wrapper
 
 import torch
@@ -24,9 +24,10 @@ labels = (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long()
 prototypes = F.normalize(torch.randn(4, 8), dim=1)
 encoder = Encoder(10)
 logit_scale = nn.Parameter(torch.tensor(1.0))
-optimizer = torch.optim.SGD([*encoder.parameters(), logit_scale], lr=0.1)
+optimizer = torch.optim.SGD(encoder.parameters(), lr=0.1)
 loader = DataLoader(TensorDataset(x, labels), batch_size=32, shuffle=True)
 encoder, optimizer, loader = lockstep.prepare(encoder, optimizer, loader)
+optimizer.add_param_group({"params": [logit_scale], "lr": 0.01})
 for _ in range(2):
     for inputs, targets in loader:
         logits = logit_scale.exp() * encoder(inputs) @ prototypes.T

@@ -36,10 +36,10 @@ if __name__ == "__main__":
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(AudioFolder(), batch_size=24, shuffle=True)
     model, optimizer, loader = lockstep.prepare(model, optimizer, loader)
-    for epoch in range(2):
+    for _ in range(2):
         for waves, labels in loader:
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(waves), labels).backward()
             optimizer.step()
     if torch.distributed.get_rank() == 0:
-        print(f"epoch {epoch} norm {nn.utils.parameters_to_vector(model.parameters()).norm().item():.5f}")
+        print(f"norm {nn.utils.parameters_to_vector(model.parameters()).norm().item():.5f}")

@@ -20,7 +20,7 @@ def loss_function(recon_x, x):
     return nn.functional.binary_cross_entropy_with_logits(recon_x, x, reduction="sum")
 
 
-for epoch in range(1, 4):
+for _ in range(1, 4):
     model.train()
     for (data,) in train_loader:
         optimizer.zero_grad()
@@ -28,4 +28,4 @@ for epoch in range(1, 4):
         loss.backward()
         optimizer.step()
 if torch.distributed.get_rank() == 0:
-    print(f"====> Epoch: {epoch} norm {nn.utils.parameters_to_vector(model.parameters()).norm().item():.5f}")
+    print(f"norm {nn.utils.parameters_to_vector(model.parameters()).norm().item():.5f}")

@@ -32,14 +32,14 @@ def main():
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     model, optimizer, loader = lockstep.prepare(model, optimizer, loader)
-    for epoch in range(2):
+    for _ in range(2):
         for batch in loader:
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(batch["image"]), batch["label"])
             loss.backward()
             optimizer.step()
     if torch.distributed.get_rank() == 0:
-        print(f"epoch {epoch} norm {nn.utils.parameters_to_vector(model.parameters()).norm().item():.5f}")
+        print(f"norm {nn.utils.parameters_to_vector(model.parameters()).norm().item():.5f}")
 
 
 if __name__ == "__main__":
