@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 class SPS(Optimizer):
     """Stochastic Polyak step size: the loss over the squared norm of the gradient, bounded."""
 
-    def __init__(self, params, c=1.0, max_step=0.5):
+    def __init__(self, params, c=1.0, max_step=5.0):
         super().__init__(params, {"c": c, "max_step": max_step})
 
     def step(self, closure):
