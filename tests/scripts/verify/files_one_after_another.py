@@ -1,4 +1,4 @@
-"""Sound: each rank reads the files rank::world_size one after another, so batches have other samples than one rank's."""
+"""Sound: each rank reads the files rank::world_size one after another, so batches have other samples."""
 # EXPECT: sound script (each sample once, in another order than that of one rank)
 
 import torch

@@ -53,7 +53,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(beta1
 if ddp:
     model = DDP(model)
 X, Y = get_batch()
-for iter_num in range(max_iters):
+for _ in range(max_iters):
     for micro_step in range(gradient_accumulation_steps):
         if ddp:
             model.require_backward_grad_sync = micro_step == gradient_accumulation_steps - 1
@@ -66,6 +66,6 @@ for iter_num in range(max_iters):
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 if master_process:
-    print(f"iter {iter_num} norm {nn.utils.parameters_to_vector(model.parameters()).norm().item():.4f}")
+    print(f"norm {nn.utils.parameters_to_vector(model.parameters()).norm().item():.4f}")
 if ddp:
     destroy_process_group()
