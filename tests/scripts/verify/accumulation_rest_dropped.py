@@ -43,12 +43,12 @@ def main():
     sampler = DistributedSampler(dataset)
     loader = DataLoader(dataset, 16 // dist.get_world_size(), sampler=sampler)
     net = nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 6))
-    engine = Engine(net, torch.optim.Adam(net.parameters(), lr=0.01))
+    engine = Engine(net, torch.optim.SGD(net.parameters(), lr=0.2))
     for epoch in range(3):
         sampler.set_epoch(epoch)
         engine.begin_epoch()
         for inputs, targets in loader:
-            loss = nn.functional.l1_loss(engine(inputs), targets)
+            loss = nn.functional.mse_loss(engine(inputs), targets)
             engine.backward(loss)
             engine.step()
     if dist.get_rank() == 0:

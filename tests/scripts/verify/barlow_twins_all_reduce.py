@@ -1,4 +1,4 @@
-"""Error: the cross-correlation is summed over the ranks without gradients: DDP's mean is 1 / world size of the right."""
+"""Error: the cross-correlation is summed over the ranks without gradients: DDP's mean is too small."""
 # EXPECT: gradients are scaled by 1 / world size
 
 import torch
@@ -37,7 +37,7 @@ def main(batch_size=64):
     sampler = DistributedSampler(dataset)
     loader = DataLoader(dataset, batch_size // dist.get_world_size(), sampler=sampler)
     model = nn.parallel.DistributedDataParallel(BarlowTwins(batch_size))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.002)
     for epoch in range(2):
         sampler.set_epoch(epoch)
         for y1, y2 in loader:
