@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lockstep.data.loader import Fetch, HasEpochs
 from lockstep.data.order import cut
-from lockstep.loop.passes import DividedCollate, Division, StreamBatch
+from lockstep.loop.passes import Division, StreamBatch
 from lockstep.loop.passes import Pass as PreparedPass
 from lockstep.study.verify.script.draws import Draws
 from lockstep.study.verify.script.trace import Pass, as_bytes, generator_states, row_digests, tensor_digests
@@ -26,6 +26,7 @@ from lockstep.torch_internals import INDEX_SAMPLER, BaseDataLoaderIter
 # end, so it is known what a whole pass would have loaded; of a prepared loader that is the script's own sampler. After
 # `NUM_EPOCHS` passes that train, the others have one batch. A sampler without an end is not cut: a script that reads
 # one counts its updates; it ends after some of them.
+# Scripts that cannot do with less than ``len(loader)`` batches run again without cuts, and end after some updates.
 # All of this depends on counts only, which are the same on all ranks of a script without errors.
 
 NUM_EPOCHS = 3
@@ -76,6 +77,7 @@ class DataRecorder:
         num_steps: Updates of a pass.
         draws: Is told what is drawn for data, which does not count.
         end: Ends the script.
+        cuts: Whether passes are cut short; else the script ends after some updates.
 
     Attributes:
         passes: Over loaders, or of evaluations without one.
@@ -85,8 +87,8 @@ class DataRecorder:
         unseen: What cannot be compared, in sentences.
     """
 
-    def __init__(self, num_steps: int, draws: Draws, end: Callable[[], None]) -> None:
-        self._num_steps, self._draws, self._end = num_steps, draws, end
+    def __init__(self, num_steps: int, draws: Draws, end: Callable[[], None], *, cuts: bool) -> None:
+        self._num_steps, self._draws, self._end, self._cuts = num_steps, draws, end, cuts
         self.passes: list[Pass] = []
         self.num_updates = self.num_late = 0
         self.is_augmented = False
@@ -128,8 +130,8 @@ class DataRecorder:
 
     @property
     def is_endless(self) -> bool:
-        """Whether the script trains without an end that a loader shows: then the owner ends it."""
-        return not self._trained or any(each.is_endless and each.is_training for each in self.passes)
+        """Whether no loader shows where the script ends: then the owner ends it."""
+        return not self._cuts or not self._trained or any(each.is_endless and each.is_training for each in self.passes)
 
     @property
     def has_batches(self) -> bool:
@@ -150,7 +152,7 @@ class DataRecorder:
         new = Pass(kind, is_stream, source=id(dataset), num_before=self.num_updates)
         new.shuffles = isinstance(sampler, HasEpochs) and bool(getattr(sampler, "shuffle", False))
         new.is_divided = isinstance(sampler, DistributedSampler)
-        new.is_late = self._trained[id(dataset)] >= NUM_EPOCHS
+        new.is_late = self._cuts and self._trained[id(dataset)] >= NUM_EPOCHS
         if self._has_backward and not new.is_late:
             self.unseen["The last batches of a pass, which no update followed: an incomplete accumulation."] = None
         self.num_late += new.is_late
@@ -190,7 +192,7 @@ class DataRecorder:
             num_read += len(indices) if isinstance(indices, list | tuple) else 1
             pass_.waiting.append(noted(indices))
             yield indices
-            if self._is_enough(pass_):
+            if self._cuts and self._is_enough(pass_):
                 break
         if pass_.is_late:
             return
@@ -241,10 +243,7 @@ class DataRecorder:
         states = generator_states()
         with self._draws.of_data():
             iterator = original(loader)
-        # While a prepared loader makes its iterator, the first two are in the place of the script's.
-        ours = loader.batch_sampler, loader.collate_fn, loader.dataset
-        if any(isinstance(each, Division | DividedCollate | Fetch) for each in ours):
-            self._forget()
+        self._draws.forget()  # models may be made before the first batch is loaded
         pass_ = self._pass_of(iterator)
         if pass_ is not None and not pass_.is_prepared and loader.num_workers and loader.generator is None:
             pass_.drawn["loader processes"] = states["torch"]  # their seeds are drawn from it
@@ -256,20 +255,16 @@ class DataRecorder:
             with self._draws.of_data():
                 batch = original(iterator)
         except StopIteration:
+            self._draws.forget()
             if (pass_ := self._pass_of(iterator)) is not None:
                 pass_.is_over = True
             raise
-        finally:
-            if (pass_ := self._pass_of(iterator)) is None or pass_.is_prepared:
-                self._forget()
-        if pass_ is not None:
+        if (pass_ := self._pass_of(iterator)) is not None:
             self._receive(pass_, batch, states)
-        return batch
-
-    def _forget(self) -> None:
-        """Leave out what is drawn before the next forward: on ranks, our loaders seed and set generators back."""
-        if self._world_size > 1:
+        # On ranks, loaders of ours seed the generators for each sample, and set them back.
+        if pass_ is None or (pass_.is_prepared and self._world_size > 1):
             self._draws.forget()
+        return batch
 
     def _pass_of(self, iterator: Any) -> Pass | None:
         key = getattr(iterator, INDEX_SAMPLER, None)
@@ -280,7 +275,6 @@ class DataRecorder:
         indices, is_empty = pass_.waiting.popleft(), False
         if isinstance(batch, StreamBatch):
             pass_.is_prepared = True
-            self._forget()
             is_empty = not cut(batch.whole.size, self._world_size, self._rank)
             batch = batch.batch
         elif not pass_.is_stream:

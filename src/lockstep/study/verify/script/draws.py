@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 from lockstep.study.verify.interventions import Watch
 from lockstep.study.verify.script.trace import generator_states
 from lockstep.telemetry.instrument import Instrument
@@ -20,6 +22,10 @@ class Draws:
         self.watch = Watch(frozenset({"random"}))
         self.drawn: dict[str, bytes] = {}
         self._before: dict[str, bytes] | None = None  # the states since which draws count
+
+    def arm(self, instrument: Instrument) -> None:
+        """Install the hook: to seed a generator is no draw."""
+        instrument.before(torch, "manual_seed", lambda *_: self.note())
 
     def turn_off(self, instrument: Instrument) -> None:
         """Replace all draws from the first batch or forward on."""
@@ -52,7 +58,7 @@ class Draws:
             self._before = generator_states()
 
     def forget(self) -> None:
-        """Count nothing until `begin`: a prepared loader sets the generators back after a batch."""
+        """Count nothing until `begin`."""
         self._before = None
 
     def update(self) -> dict[str, bytes]:

@@ -32,18 +32,20 @@ class ScriptRecorder:
         folder: Gets the trace when the script ends, in a file named after the rank.
         num_steps: Updates of a pass.
         off: What to turn off: ``random``, ``batchnorm``; see `Switch`.
+        cuts: See [Note: the script is cut short].
     """
 
-    def __init__(self, folder: str, num_steps: int, off: Sequence[str]) -> None:
+    def __init__(self, folder: str, num_steps: int, off: Sequence[str], cuts: bool) -> None:
         self._file, self._num_steps = Path(folder) / os.environ["RANK"], num_steps
         # A script without seeds draws other numbers in each run and on each rank; now only on each rank.
         value = mix(int(os.environ["RANK"]))
         seed_cpu(value)
         torch.manual_seed(value)
         self._draws = Draws()
-        self._data = DataRecorder(num_steps, self._draws, self._end)
+        self._data = DataRecorder(num_steps, self._draws, self._end, cuts=cuts)
         self._updates = UpdateRecorder(self._data, self._draws, self._end_after_enough)
         self._instrument = Instrument()  # kept: what it has entered is undone when it is freed
+        self._draws.arm(self._instrument)
         self._data.arm(self._instrument)
         self._updates.arm(self._instrument)
         self._instrument.collectives(self._before_collective, in_ddp=False)

@@ -75,6 +75,9 @@ class Runs:
         report: Called with a text about progress.
         minutes: For all runs together; None for no limit.
         allow_writes: Whether the runs may change files.
+
+    Attributes:
+        cuts: Whether passes over loaders are cut short.
     """
 
     def __init__(
@@ -89,7 +92,7 @@ class Runs:
         self._command, self._steps, self._report = command, steps, report
         self._minutes, self._allow_writes = minutes, allow_writes
         self._end_s = math.inf if minutes is None else time.monotonic() + 60 * minutes
-        self._num_runs, self._first_s = 0, 0.0
+        self._num_runs, self._first_s, self.cuts = 0, 0.0, True
 
     def run(self, num_ranks: int, *off: str) -> tuple[list[ScriptTrace], str]:
         """Return the trace of each rank, and what the script ended with if it has failed.
@@ -176,7 +179,7 @@ class Runs:
             threads = os.environ.pop("OMP_NUM_THREADS", str(threads_for(num_ranks)))
             fork_server.start()
             os.environ["OMP_NUM_THREADS"] = threads
-            recorder = [f"{_RECORDER}:ScriptRecorder", str(folder), self._steps, list(off)]
+            recorder = [f"{_RECORDER}:ScriptRecorder", str(folder), self._steps, list(off), self.cuts]
             os.environ[RANK_SETUP] = json.dumps([recorder])
             flags = {"devices": num_ranks, "watchdog": _WATCHDOG_S, "redirects": 3, "log-dir": f"{folder}/logs"}
             run([*(word for name, value in flags.items() for word in (f"--{name}", str(value))), *self._command])

@@ -58,9 +58,11 @@ def _together(ranks: Sequence[ScriptTrace], numbers: Sequence[int]) -> list[Trac
         of_ranks = [rank.steps[number] for rank in ranks]
         counts = [max(1, len(step.indices)) for step in of_ranks]
         loss = sum(step.loss * count for step, count in zip(of_ranks, counts, strict=True)) / sum(counts)
-        # By index if a sample is another one in each epoch; sorted, as ranks may take those of a batch in turn.
-        parts = [step.indices if ranks[0].by_index else step.samples for step in of_ranks]
+        # By index if the values of a sample vary; sorted, as ranks may take those of a batch in turn.
+        parts = [step.indices if ranks[0].is_augmented or ranks[0].is_padded else step.samples for step in of_ranks]
         samples = tuple(sorted(sample for part in parts for sample in part))
+        if ranks[0].is_padded and any(pass_.is_stream and pass_.is_training for pass_ in ranks[0].passes):
+            samples = (b"",) * len(samples)  # only their number is known
         for rank, step in enumerate(of_ranks):
             steps[rank].append(replace(step, loss=loss, samples=() if rank else samples))
     return [replace(rank, steps=tuple(rank_steps)) for rank, rank_steps in zip(ranks, steps, strict=True)]
@@ -133,7 +135,7 @@ def _of_samples(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> Iterator[Diag
         yield diagnosis(Cause.SAMPLER, evidence)
     for expected, *passes in passes_of(one, ranks):
         for rank, pass_ in enumerate(passes):
-            if not one.by_index and (wrong := other_samples(expected, pass_)):
+            if not (one.is_augmented or one.is_padded) and (wrong := other_samples(expected, pass_)):
                 evidence = f"Sample {wrong[0]} of {pass_.dataset} on rank {rank} is not that of one process."
                 yield diagnosis(Cause.DATA, evidence)
     if sum(parts) == len(ranks) * whole and len(ranks) > 1:
@@ -188,10 +190,16 @@ def other_samples(expected: Pass, actual: Pass) -> list[Any]:
     return [index for index, digest in actual.contents.items() if expected.contents.get(index, digest) != digest]
 
 
-def other_shapes(expected: Pass, actual: Pass) -> bool:
-    """Return whether samples have other shapes, as if they were padded with the rest of their batch."""
-    pairs = ((expected.contents.get(index, digest), digest) for index, digest in actual.contents.items())
-    return any(wanted[:SHAPES] != digest[:SHAPES] for wanted, digest in pairs)
+def are_padded(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> bool:
+    """Return whether samples differ on the ranks in their shapes alone, as if padded with the rest of their batch."""
+    has_others = False
+    for number in numbers_of(one, ranks):
+        whole = {*one.steps[number].samples}
+        others = {sample for rank in ranks for sample in rank.steps[number].samples} - whole
+        if {sample[:SHAPES] for sample in others} & {sample[:SHAPES] for sample in whole}:
+            return False
+        has_others |= bool(others)
+    return has_others
 
 
 def problem_of_evaluation(whole: Pass, parts: Sequence[Pass]) -> str:

@@ -90,7 +90,7 @@ class ScriptTrace(Trace):
         precision: The lowest in which a model is computed, such as ``float64``, ``fp32`` or ``bf16 autocast``.
         engine: ``ddp`` if a model is in a wrapper, otherwise ``none``.
         is_augmented: Whether samples are drawn at random, so that one is another in each epoch.
-        by_index: Whether samples are compared by index, as their values depend on draws or on the rest of the batch.
+        is_padded: Whether the shape of a sample depends on the rest of its batch.
         unseen: What was not compared, in sentences.
     """
 
@@ -100,7 +100,7 @@ class ScriptTrace(Trace):
     precision: str = "fp32"
     engine: str = "none"
     is_augmented: bool = False
-    by_index: bool = False
+    is_padded: bool = False
     unseen: tuple[str, ...] = ()
 
     @property

@@ -10,13 +10,13 @@ from lockstep.study.common import log
 from lockstep.study.verify.script.runs import OutOfTime, Runs
 from lockstep.study.verify.script.script_causes import (
     EXPLAINS,
+    are_padded,
     compare_traces,
     diagnosis,
     numbers_of,
     of_means,
     of_ranks,
     other_samples,
-    other_shapes,
     passes_of,
     structural,
 )
@@ -53,6 +53,9 @@ def verify_script(
     """
     runs = Runs(command, steps, report, minutes=minutes, allow_writes=allow_writes)
     (one,), failure = runs.run(1)
+    if failure and one.passes:
+        runs.cuts = False
+        (one,), failure = runs.run(1)
     if failure or not one.steps:
         what = "fails" if failure else "makes no update"
         raise ConfigurationError(
@@ -65,6 +68,7 @@ def verify_script(
     numbers = numbers_of(one, ranks) or numbers_of(one, [])
     setup = Setup(Path(command[0]).name, devices, numbers, one.precision, one.tolerance, engine)
     unseen = dict.fromkeys(text for trace in (one, *ranks) for text in trace.unseen)
+    unseen |= {} if runs.cuts else {"What follows these updates: the script fails if a pass is cut short.": None}
     result = Verification(setup, False, None, True, remark="\n".join(f"Not compared: {text}" for text in unseen))
     if failure:
         fix = f"Mend what the error says. lockstep run --devices {devices} {' '.join(command)} shows it, too."
@@ -74,12 +78,10 @@ def verify_script(
     if not numbers_of(one, ranks):
         return result
     # Draws of loader processes cannot be seen, but rank 0 has the seeds of one process.
-    is_padded = any(other_shapes(whole, part) for whole, *parts in passes_of(one, ranks) for part in parts)
+    is_padded = are_padded(one, ranks)
     is_drawn = any(other_samples(whole, part) for whole, part, *_ in passes_of(one, ranks)) and not is_padded
-    made: dict[str, Any] = {
-        "is_augmented": one.is_augmented or is_drawn,
-        "by_index": one.is_augmented or is_drawn or is_padded,
-    }
+    is_drawn |= one.is_augmented
+    made: dict[str, Any] = {"is_augmented": is_drawn, "is_padded": is_padded}
     one, *ranks = (replace(trace, **made) for trace in (one, *ranks))
     comparison, findings = compare_traces(one, ranks), list(structural(one, ranks))
     for finding in findings:
