@@ -4,19 +4,21 @@ import itertools
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import length_hint
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from lockstep.containers import find_tensors
 from lockstep.data.loader import Fetch, HasEpochs
 from lockstep.data.order import cut
 from lockstep.loop.passes import Division, StreamBatch
 from lockstep.loop.passes import Pass as PreparedPass
 from lockstep.study.verify.script.draws import Draws
-from lockstep.study.verify.script.trace import Pass, as_bytes, generator_states, row_digests, tensor_digests
+from lockstep.study.verify.script.trace import Pass, as_bytes, generator_states, row_digests, storage_of, tensor_digests
 from lockstep.telemetry.instrument import Instrument
 from lockstep.torch_internals import INDEX_SAMPLER, BaseDataLoaderIter
 
@@ -46,13 +48,20 @@ class _Batch:
         pass_: Over the loader that returned it.
         indices: Of its samples.
         rows: A digest of each sample.
-        tensors: Digests of its tensors.
+        tensors: Its tensors.
+        digests: Of these.
     """
 
     pass_: Pass
     indices: list[Any]
     rows: list[bytes]
-    tensors: set[bytes]
+    tensors: list[weakref.ref[Tensor]]
+    digests: set[bytes]
+
+    def num_common(self, tensors: Sequence[Tensor], digests: set[bytes]) -> int:
+        """Return how many tensors of a forward are its own, views or copies of them, or have been changed in place."""
+        held = {storage_of(own) for ref in self.tensors if (own := ref()) is not None} - {0}
+        return sum(storage_of(tensor) in held for tensor in tensors) + len(self.digests & digests)
 
 
 class _ShortSampler:
@@ -96,10 +105,11 @@ class DataRecorder:
         self._rank, self._world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self._trained: Counter[int] = Counter()  # passes that train, by id of the data set
         self._newest: weakref.WeakKeyDictionary[Any, Pass] = weakref.WeakKeyDictionary()  # by index sampler
-        # Batches since the newest update; those of them that forwards were given; whether there was a backward.
+        # Batches since the newest update; those of them that forwards were given; whether there was a backward,
+        # and whether the newest forward was given nobody knows which of them.
         self._batches: list[_Batch] = []
         self._used: list[_Batch] = []
-        self._has_backward = False
+        self._has_backward = self._is_unknown = False
         # Of a script that makes its batches by itself: digests of the samples that forward got, for this update and
         # for the one before; whether it has evaluated since.
         self._inputs: list[bytes] = []
@@ -292,22 +302,24 @@ class DataRecorder:
             pass_.drawn = drawn | pass_.drawn
             self.is_augmented |= bool(drawn)
         pass_.num_loaded += 1
-        self._batches.append(_Batch(pass_, indices, rows, tensor_digests(batch)))
+        tensors = [weakref.ref(tensor) for tensor in find_tensors(batch)]
+        self._batches.append(_Batch(pass_, indices, rows, tensors, tensor_digests(batch)))
 
     # --- What models are given
 
-    def forward(self, inputs: Any) -> None:
-        """Record what a forward that trains is given: which of the batches, if that can be seen."""
+    def forward(self, inputs: Any, *, has_parameters: bool) -> None:
+        """Record what a forward that trains, of a model or a loss, is given: which of the batches."""
         if not self._trained and not self._batches:  # the script makes its batches by itself
-            self._inputs += row_digests(inputs)
+            self._inputs += row_digests(inputs) if has_parameters else []
             return
         unused = [batch for batch in self._batches if batch not in self._used]
-        if len(unused) > 1:  # such as in a loop that loads a batch ahead
-            digests = tensor_digests(inputs)
-            known = max(self._batches, key=lambda batch: len(batch.tensors & digests))
-            reading = [batch for batch in unused if not batch.pass_.is_over] or unused
-            unused = [known] if known.tensors & digests else reading
-        self._used += [batch for batch in unused if batch not in self._used]
+        if has_parameters and len(unused) == 1:
+            self._used += unused
+        elif (has_parameters and unused) or self._is_unknown:  # such as in a loop that loads a batch ahead
+            given = list(find_tensors(inputs)), tensor_digests(inputs)
+            known = max(self._batches, key=lambda batch: batch.num_common(*given))
+            self._is_unknown = not known.num_common(*given)
+            self._used += [known] if not self._is_unknown and known not in self._used else []
 
     def evaluate(self, inputs: Any) -> None:
         """Add what a model is evaluated on, without a loader, to a pass."""
@@ -323,22 +335,25 @@ class DataRecorder:
     def backward(self) -> None:
         """Record that gradients are computed from what forwards were given."""
         self._has_backward = True
-        reading = [batch for batch in self._batches if not batch.pass_.is_over]
-        for pass_ in {id(batch.pass_): batch.pass_ for batch in self._used or reading}.values():
+        unused = [batch for batch in self._batches if batch not in self._used]
+        if self._is_unknown or not self._used:  # it may have been any of them
+            self._used += [batch for batch in unused if not batch.pass_.is_over] or unused
+        self._is_unknown = False
+        for pass_ in {id(batch.pass_): batch.pass_ for batch in self._used}.values():
             if not pass_.is_training:
                 pass_.is_training = True
                 self._trained[pass_.source] += 1
 
     def update(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
         """Return the samples of an update, by index and by value, and begin the next one."""
-        used = [batch for batch in self._used or self._batches if batch.pass_.is_training]
+        used = [batch for batch in self._used if batch.pass_.is_training]
         parts: Iterable[tuple[list[Any], list[bytes]]] = [(batch.indices, batch.rows) for batch in used]
         parts = parts or [([], self._inputs)]
         indices = [index for ids, rows in parts for index in ids or rows]
         samples = [sample for ids, rows in parts for sample in (rows if len(rows) >= len(ids) else ids)]
         # What was loaded after the batches of this update is for the next one.
-        newest = self._batches.index(self._used[-1]) if self._used else len(self._batches)
-        self._batches = [batch for batch in self._batches[newest + 1 :] if batch not in self._used]
+        newest = max((self._batches.index(batch) for batch in self._used), default=len(self._batches))
+        self._batches = self._batches[newest + 1 :]
         self._used, self._has_backward = [], False
         self._trained_on, self._inputs, self._has_evaluated = frozenset(self._inputs), [], False
         return as_bytes(samples), as_bytes(indices)

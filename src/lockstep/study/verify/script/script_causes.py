@@ -288,6 +288,7 @@ def of_means(one: ScriptTrace, ranks: Sequence[ScriptTrace], first: Difference) 
     elif first.kind == "gradient" and min(losses) < expected.loss < max(losses):
         text = f"At step {number}, the loss of one process is {expected.loss:.4g}, and those of the ranks are "
         text += f"{' and '.join(f'{loss:.4g}' for loss in losses)}: the parts do not count as they do in the whole."
+        text += " Samples are padded to the longest of their batch, and padding may count, too." * one.is_padded
         yield diagnosis(Cause.WEIGHTING, text)
     elif first.kind == "gradient":
         text = f"At step {number}, samples and weights are those of one process, but the losses of the ranks, "

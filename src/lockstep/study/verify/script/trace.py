@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lockstep.containers import find_tensors
 from lockstep.study.verify.fingerprint import DOUBLE, HALF, SINGLE, StepTrace, Tolerance, Trace
@@ -147,6 +148,11 @@ def tensor_digests(value: Any) -> set[bytes]:
         blake2b(t.to("cpu").contiguous().flatten().view(torch.uint8).numpy().data, digest_size=12).digest()
         for t in tensors
     }
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return the address of what a tensor and its views hold; 0 if that has none."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
 
 
 def as_bytes(samples: Sequence[Any]) -> tuple[bytes, ...]:

@@ -154,6 +154,7 @@ class UpdateRecorder:
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         parameters = [p for p in module.parameters() if p.requires_grad]
+        self._data.forward(inputs, has_parameters=bool(parameters))
         if not parameters:  # a module of losses
             return
         self._called = module
@@ -161,7 +162,6 @@ class UpdateRecorder:
             if is_batch_norm(layer) and layer.training and "Sync" not in type(layer).__name__:
                 self.norms.add(name)
         self._note_precision(module)
-        self._data.forward(inputs)
 
     def _note_precision(self, module: nn.Module) -> None:
         if (parameter := next(module.parameters(), None)) is not None:
@@ -254,7 +254,7 @@ class UpdateRecorder:
         self.engine = "ddp" if wrapped else self.engine
         self.steps.append(
             ScriptStep(
-                *(len(self.steps), samples, sum(self._losses) / max(1, len(self._losses)), self._rates, tensors),
+                *(len(self.steps), samples, sum(self._losses), self._rates, tensors),
                 indices=indices,
                 drawn=drawn,
                 operations=self._operations,
