@@ -277,6 +277,10 @@ def of_means(one: ScriptTrace, ranks: Sequence[ScriptTrace], first: Difference) 
         ends = " < ".join(steps[0].operations[:3])
         text = f"At step {number}, gradients are {factor:.3g} times those of one process, and losses {mean:.3g} times"
         yield diagnosis(Cause.SCALED, f"{text}. The loss ends in {ends} (the last operation first).")
+    elif first.kind == "gradient" and expected.num_backwards != steps[0].num_backwards:
+        text = f"At step {number}, one process accumulates {expected.num_backwards} micro-batches, and a rank "
+        text += f"{steps[0].num_backwards}: each counts alike, however many samples it has."
+        yield diagnosis(Cause.WEIGHTING, text)
     elif first.kind == "gradient" and len({*sizes}) > 1:
         text = f"At step {number}, the ranks have {' and '.join(map(str, sizes))} samples, but their means count alike."
         yield diagnosis(Cause.WEIGHTING, text)

@@ -257,6 +257,7 @@ class UpdateRecorder:
                 *(len(self.steps), samples, sum(self._losses), self._rates, tensors),
                 indices=indices,
                 drawn=drawn,
+                num_backwards=len(self._losses),
                 operations=self._operations,
                 before_clipping=self._clipped,
                 outside=tuple(name for name, p in self._owned.items() if wrapped and id(p) not in wrapped),

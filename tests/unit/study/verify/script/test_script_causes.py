@@ -23,7 +23,7 @@ def step(number, samples, gradient=1.0, parameter=1.0, **others):
         "buffer": {},
     }
     samples = tuple(str(each).encode() for each in samples)
-    about = {"drawn": {}, "operations": (), "before_clipping": None}
+    about = {"drawn": {}, "num_backwards": 1, "operations": (), "before_clipping": None}
     about |= {"outside": (), "bypassed": False, "attributes": {}} | others
     return ScriptStep(number, samples, 1.0, {"lr of group 0": 0.1}, tensors, indices=samples, **about)
 
