@@ -50,6 +50,7 @@ class _Batch:
         rows: A digest of each sample.
         tensors: Its tensors.
         digests: Of these.
+        is_evaluated: Whether a model was evaluated on it; it may also be trained on.
     """
 
     pass_: Pass
@@ -57,6 +58,7 @@ class _Batch:
     rows: list[bytes]
     tensors: list[weakref.ref[Tensor]]
     digests: set[bytes]
+    is_evaluated: bool = False
 
     def num_common(self, tensors: Sequence[Tensor], digests: set[bytes]) -> int:
         """Return how many tensors of a forward are its own, views or copies of them, or have been changed in place."""
@@ -68,15 +70,17 @@ class _ShortSampler:
     """The index sampler of a loader; each iteration is a pass, see [Note: the script is cut short]."""
 
     def __init__(self, recorder: "DataRecorder", dataset: Any, lists: Any) -> None:
-        self._recorder, self._dataset, self._lists = recorder, dataset, lists
+        self._recorder, self._dataset, self.lists = recorder, dataset, lists
 
     def __len__(self) -> int:
         """Return the number of batches of a whole pass."""
-        return len(self._lists)
+        return len(self.lists)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield what the sampler yields for the batches that are loaded."""
-        return self._recorder.shorten(self, self._dataset, self._lists, iter(self._lists), lambda indices: indices)
+        rest = self._recorder.shorten(self, self._dataset, self.lists, iter(self.lists), lambda indices: indices)
+        self._recorder.samplers[rest] = self
+        return rest
 
 
 class DataRecorder:
@@ -94,6 +98,7 @@ class DataRecorder:
         num_late: Passes of which one batch was loaded.
         is_augmented: Whether samples are drawn at random.
         unseen: What cannot be compared, in sentences.
+        samplers: Of loaders, by their iterators.
     """
 
     def __init__(self, num_steps: int, draws: Draws, end: Callable[[], None], *, cuts: bool) -> None:
@@ -104,6 +109,7 @@ class DataRecorder:
         self.unseen: dict[str, None] = {}
         self._rank, self._world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self._trained: Counter[int] = Counter()  # passes that train, by id of the data set
+        self.samplers: weakref.WeakKeyDictionary[Any, _ShortSampler] = weakref.WeakKeyDictionary()
         self._newest: weakref.WeakKeyDictionary[Any, Pass] = weakref.WeakKeyDictionary()  # by index sampler
         # Batches since the newest update; those of them that forwards were given; whether there was a backward,
         # and whether the newest forward was given nobody knows which of them.
@@ -175,7 +181,14 @@ class DataRecorder:
         return new
 
     def shorten(
-        self, key: Any, dataset: Any, lists: Any, rest: Iterator[Any], own: Callable[[list[Any]], list[Any]]
+        self,
+        key: Any,
+        dataset: Any,
+        lists: Any,
+        rest: Iterator[Any],
+        own: Callable[[list[Any]], list[Any]],
+        *,
+        is_prepared: bool = False,
     ) -> Iterator[Any]:
         """Yield the lists of indices that are loaded, and note those of the whole pass.
 
@@ -185,9 +198,10 @@ class DataRecorder:
             lists: The sampler of ``rest``.
             rest: Lists of indices, or single ones.
             own: Returns of a list what this rank loads.
+            is_prepared: Whether it divides the lists.
         """
         pass_ = self._newest[key] = self._begin_pass(dataset, lists)
-        pass_.is_prepared = isinstance(key, Division)
+        pass_.is_prepared = is_prepared
 
         def noted(indices: Any) -> list[Any]:
             if pass_.is_stream and not pass_.is_endless:
@@ -246,8 +260,12 @@ class DataRecorder:
             part = cut(len(indices), self._world_size, self._rank)
             return indices[part.start : part.stop]
 
-        dataset = division.progress.loader.dataset
-        return original(division, self.shorten(division, dataset, division.lists, lists, own), this)
+        loader = division.progress.loader
+        key: Any = division
+        if (sampler := self.samplers.get(lists)) is not None:  # of an iterator that was made before prepare()
+            key, lists = sampler, iter(sampler.lists)
+        shortened = self.shorten(key, loader.dataset, loader.batch_sampler, lists, own, is_prepared=True)
+        return original(division, shortened, this)
 
     def _around_iter(self, original: Callable[..., Any], loader: Any) -> Any:
         states = generator_states()
@@ -312,7 +330,7 @@ class DataRecorder:
         if not self._trained and not self._batches:  # the script makes its batches by itself
             self._inputs += row_digests(inputs) if has_parameters else []
             return
-        unused = [batch for batch in self._batches if batch not in self._used]
+        unused = self._unused()
         if has_parameters and len(unused) == 1:
             self._used += unused
         elif (has_parameters and unused) or self._is_unknown:  # such as in a loop that loads a batch ahead
@@ -321,12 +339,18 @@ class DataRecorder:
             self._is_unknown = not known.num_common(*given)
             self._used += [known] if not self._is_unknown and known not in self._used else []
 
+    def _unused(self) -> list[_Batch]:
+        """Return the batches that the next forward may be given."""
+        unused = [batch for batch in self._batches if batch not in self._used]
+        return [batch for batch in unused if not batch.is_evaluated] or unused
+
     def evaluate(self, inputs: Any) -> None:
-        """Add what a model is evaluated on, without a loader, to a pass."""
-        if self._batches or self.num_late:
-            return
-        rows = row_digests(inputs)
-        if self._trained_on.isdisjoint(rows):
+        """Record what a model is evaluated on: a batch, or data without a loader."""
+        if self._batches:
+            given = list(find_tensors(inputs)), tensor_digests(inputs)
+            for batch in self._batches:
+                batch.is_evaluated |= bool(batch.num_common(*given))
+        elif not self.num_late and self._trained_on.isdisjoint(rows := row_digests(inputs)):
             if not self._has_evaluated:
                 self.passes.append(Pass("tensors"))
             self._has_evaluated = True
@@ -335,7 +359,7 @@ class DataRecorder:
     def backward(self) -> None:
         """Record that gradients are computed from what forwards were given."""
         self._has_backward = True
-        unused = [batch for batch in self._batches if batch not in self._used]
+        unused = self._unused()
         if self._is_unknown or not self._used:  # it may have been any of them
             self._used += [batch for batch in unused if not batch.pass_.is_over] or unused
         self._is_unknown = False
@@ -351,9 +375,14 @@ class DataRecorder:
         parts = parts or [([], self._inputs)]
         indices = [index for ids, rows in parts for index in ids or rows]
         samples = [sample for ids, rows in parts for sample in (rows if len(rows) >= len(ids) else ids)]
-        # What was loaded after the batches of this update is for the next one.
-        newest = max((self._batches.index(batch) for batch in self._used), default=len(self._batches))
-        self._batches = self._batches[newest + 1 :]
+        # What was loaded after the batches of this update is for a later one, and so is that of an outer loop.
+        newest = {id(batch.pass_): self._batches.index(batch) for batch in self._used}
+        self._batches = [
+            batch
+            for place, batch in enumerate(self._batches)
+            if place > newest.get(id(batch.pass_), -1)
+            and (id(batch.pass_) in newest or not (batch.pass_.is_over or batch.is_evaluated))
+        ]
         self._used, self._has_backward = [], False
         self._trained_on, self._inputs, self._has_evaluated = frozenset(self._inputs), [], False
         return as_bytes(samples), as_bytes(indices)

@@ -109,6 +109,7 @@ class UpdateRecorder:
         self._has_loaders = False
         self._is_in_forward, self._num_open_steps = False, 0
         self._called: nn.Module | None = None  # the outermost module of the newest forward that trains
+        self._unsettled: tuple[nn.Module, Any] | None = None  # the newest forward in evaluation mode, and its inputs
         # Of the update that is being computed: the losses of its backwards, what made the last one, the gradients when
         # they were clipped, and whether the wrapper was passed by.
         self._losses: list[float] = []
@@ -139,9 +140,11 @@ class UpdateRecorder:
             return original(module, *args, **kwargs)
         self._is_in_forward = True
         try:
+            self._settle(trains=False)
             if not module.training or not torch.is_grad_enabled() or in_backward():
-                if self._called is not None and unwrap(module) is unwrap(self._called):
-                    self._data.evaluate((args, kwargs))
+                self._unsettled = module, (args, kwargs)
+                if not torch.is_grad_enabled() or in_backward():
+                    self._settle(trains=False)
                 return original(module, *args, **kwargs)
             self._draws.begin()
             self._before_forward(module, (args, kwargs))
@@ -151,6 +154,16 @@ class UpdateRecorder:
             return output
         finally:
             self._is_in_forward = False
+
+    def _settle(self, *, trains: bool) -> None:
+        """Decide whether a forward in evaluation mode was an evaluation: not if a backward follows it."""
+        if self._unsettled is None:
+            return
+        (module, inputs), self._unsettled = self._unsettled, None
+        if trains:
+            self._before_forward(module, inputs)
+        elif self._called is not None and unwrap(module) is unwrap(self._called):
+            self._data.evaluate(inputs)
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         parameters = [p for p in module.parameters() if p.requires_grad]
@@ -174,6 +187,7 @@ class UpdateRecorder:
     def _before_backward(self, tensors: Any, *_args: Any, **_kwargs: Any) -> None:
         if in_backward():  # of a checkpoint
             return
+        self._settle(trains=True)
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         self._losses += [float(root.detach().sum()) for root in roots]
         self._operations = tuple(_operations(roots[0]))
