@@ -166,12 +166,11 @@ def _of_samples(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> Iterator[Diag
         yield Diagnosis(Cause.DATA, evidence, _SAMPLER_ON_ONE if is_divided else _OWN_DIVISION)
     elif sample:
         evidence = f"The ranks do not train on what one process trains on: {sample}."
-        own = not any(pass_.is_divided or pass_.is_prepared for pass_ in ranks[0].passes)
-        yield Diagnosis(
-            Cause.DATA,
-            evidence,
-            f"{FIXES_OF_SCRIPT[Cause.DATA]} {_OWN_DIVISION}" if own else FIXES_OF_SCRIPT[Cause.DATA],
-        )
+        advice = FIXES_OF_SCRIPT[Cause.DATA]
+        if not any(pass_.is_divided or pass_.is_prepared for pass_ in ranks[0].passes):
+            has_loader = any(pass_.is_training for pass_ in ranks[0].passes)
+            advice = f"{advice} {_OWN_DIVISION}" if has_loader else _OWN_DIVISION
+        yield Diagnosis(Cause.DATA, evidence, advice)
 
 
 def passes_of(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> Iterator[tuple[Pass, ...]]:
