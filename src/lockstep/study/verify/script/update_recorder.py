@@ -116,6 +116,7 @@ class UpdateRecorder:
         self._operations: tuple[str, ...] = ()
         self._clipped: bytes | None = None
         self._is_bypassed = False
+        self._first: dict[int, Fingerprint] = {}  # before the first update of each parameter, by id
         # What it updates and what else models have, by name; gradients and rates that it uses.
         self._owned: dict[str, Tensor] = {}
         self._others: dict[str, Tensor] = {}
@@ -213,6 +214,7 @@ class UpdateRecorder:
             self._has_loaders = True
             self.steps.clear()
             self.initial.clear()
+            self._first.clear()
             self._num_updates.clear()
             self._data.restart()
         owned = self._models.updated(optimizer)
@@ -224,7 +226,8 @@ class UpdateRecorder:
         self._owned = {name: tensor for name, tensor in named.items() if id(tensor) in owned}
         self._others = {name: tensor for name, tensor in named.items() if id(tensor) not in owned}
         for name, tensor in self._owned.items():
-            self.initial.setdefault(name, fingerprint(tensor))
+            # By id, as names change when another optimizer updates for the first time.
+            self.initial[name] = self._first.setdefault(id(tensor), fingerprint(tensor))
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
             self._use(optimizer)
