@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import length_hint
-from typing import Any
+from typing import Any, SupportsIndex
 
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
@@ -38,6 +38,8 @@ _NUM_OF_STREAM = 20
 _NUM_LATE = 40
 # A sampler that yields more indices than so many times the data set's length has no end.
 _NUM_REPEATS = 4
+# The length of a data set that does not know it.
+_NUM_UNKNOWN = 1_000_000
 
 
 @dataclass(eq=False)
@@ -207,7 +209,7 @@ class DataRecorder:
             if pass_.is_stream and not pass_.is_endless:
                 return []
             mine = own(list(indices) if isinstance(indices, list | tuple) else [indices])
-            mine = [index if isinstance(index, int) else str(index) for index in mine]
+            mine = [int(index) if isinstance(index, SupportsIndex) else str(index) for index in mine]
             pass_.indices += mine
             return mine
 
@@ -224,7 +226,7 @@ class DataRecorder:
         for indices in () if pass_.is_stream else rest:
             ahead.append(indices)
             num_read += len(indices) if isinstance(indices, list | tuple) else 1
-            if num_read > _NUM_REPEATS * max(length_hint(dataset), self._num_steps):
+            if num_read > _NUM_REPEATS * max(length_hint(dataset, _NUM_UNKNOWN), self._num_steps):
                 pass_.is_endless = pass_.is_stream = True
                 self.unseen["What a sampler without an end would yield later."] = None
                 break

@@ -105,7 +105,7 @@ class Runs:
         self._num_runs += 1
         what = plural(num_ranks, "rank") + (f", {' and '.join(off)} turned off" if off else "")
         took = f" (the first took {self._first_s:.0f} s)" if self._first_s else ""
-        self._report(f"run {self._num_runs} of at most 5: {what}{took}")
+        self._report(f"run {self._num_runs} of at most {5 if self.cuts else 6}: {what}{took}")
         began_s = time.monotonic()
         if began_s > self._end_s:
             raise self._out_of_time(what)

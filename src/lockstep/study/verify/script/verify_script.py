@@ -75,13 +75,17 @@ def verify_script(
         error, _, trace = failure.partition("\n\n")
         remark = f"{result.remark}\n{trace}".strip()
         return replace(result, findings=(Diagnosis(Cause.FAILED, error, fix),), remark=remark)
-    if not numbers_of(one, ranks):
-        return result
+    return _judge(runs, result, one, ranks, report) if numbers_of(one, ranks) else result
+
+
+def _judge(
+    runs: Runs, result: Verification, one: ScriptTrace, ranks: Sequence[ScriptTrace], report: Callable[[str], None]
+) -> Verification:
+    """Compare one rank with N; if they differ, also without what may differ in a script that has no error."""
     # Draws of loader processes cannot be seen, but rank 0 has the seeds of one process.
     is_padded = are_padded(one, ranks)
     is_drawn = any(other_samples(whole, part) for whole, part, *_ in passes_of(one, ranks)) and not is_padded
-    is_drawn |= one.is_augmented
-    made: dict[str, Any] = {"is_augmented": is_drawn, "is_padded": is_padded}
+    made: dict[str, Any] = {"is_augmented": is_drawn or one.is_augmented, "is_padded": is_padded}
     one, *ranks = (replace(trace, **made) for trace in (one, *ranks))
     comparison, findings = compare_traces(one, ranks), list(structural(one, ranks))
     for finding in findings:
@@ -90,9 +94,8 @@ def verify_script(
     draws = one.is_augmented or any(step.drawn for step in one.steps)
     off = ["random"] * draws + ["batchnorm"] * bool(one.norms)
     if off and not comparison.same and not _causes(findings) & EXPLAINS:
-        # A script without errors differs in these, and they would hide errors.
         clean, failure = _attempt(runs, 1, *off)
-        clean_ranks, failure = ([], failure) if failure else _attempt(runs, devices, *off)
+        clean_ranks, failure = ([], failure) if failure else _attempt(runs, len(ranks), *off)
         trial = " and ".join(off), "one rank, ranks"
         if failure:  # then nothing is known about the rest
             return replace(result, rows=(Row.failed(*trial, failure.partition("\n")[0]),))
@@ -100,26 +103,36 @@ def verify_script(
         without = compare_traces(one, ranks)
         result = replace(result, rows=(Row(*trial, str(without), without.same),), explained=without.same)
         if without.same:
-            apart_from = {} if findings else dict(_by_design(off, one))
-            is_by_design = Cause.MASKS not in _causes(findings)
-            findings += [finding for _, finding in _by_design(off, one) if is_by_design]
-            return replace(_with_findings(result, findings), apart_from=tuple(apart_from))
+            by_design = dict(_by_design(off, one))
+            apart_from = () if findings else tuple(by_design)
+            findings += [] if Cause.MASKS in _causes(findings) else by_design.values()
+            return replace(_with_findings(result, findings), apart_from=apart_from)
         findings += [finding for finding in structural(one, ranks) if finding.cause is Cause.DATA]
-    if not result.explained:
-        findings += of_ranks(ranks, one.norms)
-        differences = compare_traces(one, ranks).differences
-        first = next((each for each in differences if each.kind in ("gradient", "parameter", "buffer")), None)
-        if first is not None and not _causes(findings) & EXPLAINS:
-            findings += of_means(one, ranks, first)
-        if not findings:
-            again, failure = _attempt(runs, 1, *off)
-            repeated, trial = compare_traces(one, again or [one]), ("nothing else", "one rank, twice")
-            row = Row(*trial, str(repeated), repeated.same)
-            row = Row.failed(*trial, failure.partition("\n")[0]) if failure else row
-            result = replace(result, rows=(*result.rows, row))
-            if not failure and not repeated.same:
-                evidence = f"One rank, run twice, gives another {repeated.first}."
-                findings.append(diagnosis(Cause.OPERATOR, evidence))
+    return result if result.explained else _explain(runs, result, one, ranks, off, findings)
+
+
+def _explain(
+    runs: Runs,
+    result: Verification,
+    one: ScriptTrace,
+    ranks: Sequence[ScriptTrace],
+    off: Sequence[str],
+    findings: list[Diagnosis],
+) -> Verification:
+    """Find why the numbers differ."""
+    findings += of_ranks(ranks, one.norms)
+    differences = compare_traces(one, ranks).differences
+    first = next((each for each in differences if each.kind in ("gradient", "parameter", "buffer")), None)
+    if first is not None and not _causes(findings) & EXPLAINS:
+        findings += of_means(one, ranks, first)
+    if not findings:
+        again, failure = _attempt(runs, 1, *off)
+        repeated, trial = compare_traces(one, again or [one]), ("nothing else", "one rank, twice")
+        row = Row(*trial, str(repeated), repeated.same)
+        row = Row.failed(*trial, failure.partition("\n")[0]) if failure else row
+        result = replace(result, rows=(*result.rows, row))
+        if not failure and not repeated.same:
+            findings.append(diagnosis(Cause.OPERATOR, f"One rank, run twice, gives another {repeated.first}."))
     return _with_findings(result, findings)
 
 
