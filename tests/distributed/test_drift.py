@@ -1,5 +1,7 @@
 """Replicas that drift apart: found at the next check, by the tensor's name, the ranks on each side, and since when."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -385,3 +387,21 @@ def test_scripts_in_which_replicas_agree_are_left_alone(ranks):
 
     first, second = ranks(2, warnings="ignore")(script)
     assert first == second
+
+
+def test_processors_that_round_differently_are_a_warning(ranks):
+    def script(world):
+        torch.set_num_threads(1 + world.rank)
+
+        def step(number, net, optimizer):
+            edit(net) if world.rank == 1 and number == 3 else None
+
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                train(world, lockstep.DistributedDataParallel, step)
+        finally:
+            torch.set_num_threads(1)
+        return [str(each.message).partition(",")[0] for each in caught if "round" in str(each.message)]
+
+    assert ranks(2)(script) == [["Processors of several kinds round differently"], []]

@@ -1,5 +1,6 @@
 """Replicas that differ are found within a few steps: a digest of the model travels with the gradients."""
 
+import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Mapping
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep.comm.collectives import Group
+from lockstep.comm.collectives import Group, all_gather_object
 from lockstep.parallel.consistency import fold, refuse_difference
 
 
@@ -57,14 +58,23 @@ class Replicas:
         numbers = zlib.crc32(repr(self._numbers(parameters)).encode())
         return (fold(list(parameters.values())) + numbers) & 0xFFFF
 
-    def refuse_difference(self) -> None:
-        """Compare everything. Collective: every rank. Blocks.
+    def refuse_difference(self) -> bool:
+        """Compare everything; return whether replicas may differ in rounding, and are not compared any more.
+
+        Collective: every rank. Blocks.
 
         Raises:
             ReplicasDiffer: On every rank: they differ; names the first that does.
         """
         if self.parameters is None:
-            return
+            return False
+        kinds = all_gather_object(_processor(self._device), group=self._group, device=self._device)
+        if len(set(kinds)) > 1:
+            if self._group.rank() == 0:
+                text = "Processors of several kinds round differently, so the ranks do not hold the same bits: {}."
+                warnings.warn(text.format("; ".join(dict.fromkeys(kinds))), stacklevel=2)
+            self.every = 0
+            return True
         parameters = self.parameters()
         numbers = {name: torch.tensor(value, dtype=torch.float64) for name, value in self._numbers(parameters).items()}
         replica = numbers | {f"parameter {name}": tensor for name, tensor in parameters.items()}
@@ -76,6 +86,7 @@ class Replicas:
             now=f" (before the update of step {self._step})",
             since=since,
         )
+        return False
 
     def _numbers(self, parameters: Mapping[str, Tensor]) -> dict[str, float]:
         """Return the numbers in the groups that update the model, by name."""
@@ -94,3 +105,10 @@ class Replicas:
                             full = f"{name}{f'[{index}]' if values is value else ''} of parameter group {number}{which}"
                             numbers[full] = float(each)
         return numbers
+
+
+def _processor(device: torch.device) -> str:
+    """Return on what rounding depends."""
+    if device.type != "cpu":
+        return str(torch.get_device_module(device).get_device_name(device))
+    return f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"

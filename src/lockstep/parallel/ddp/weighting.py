@@ -428,7 +428,7 @@ class Weights:
         num_updates: How many times the optimizer has stepped since the last reduction; None: not known.
         parts: Of the batches that this rank has used since the last reduction.
         digest: Of its replica, see replicas.py; 0 if it is not compared in this step.
-        refuse_replicas: Raises an error if replicas differ. Collective: every rank.
+        refuse_replicas: Raises an error if replicas differ, or returns that they may. Collective: every rank.
         encode: Returns a message of this rank; without arguments that of a rank without data.
     """
 
@@ -445,7 +445,7 @@ class Weights:
         self._typical = 1.0
         self.parts: set[BatchPart] = set()
         self.digest = 0
-        self.refuse_replicas: Callable[[], None] = lambda: None
+        self.refuse_replicas: Callable[[], bool] = bool
         # On a device: the sums of messages, being copied to the host, and the batches of their steps.
         self._unread: deque[tuple[HostCopy, str]] = deque()
         self._num_plain = 0  # the sums that were read since the last with weights or missing gradients; equal on all
@@ -589,9 +589,9 @@ class Weights:
             refuse_missing(sums)
         refuse_apart(sums)
         if any(sums[-2 * self._world_size :]):
-            self.refuse_replicas()  # all ranks come here, as all have the same sums
+            is_explained = self.refuse_replicas()  # all ranks come here, as all have the same sums
             data_name = self._data_name if data_name is None else data_name
-            if data_name:
+            if data_name and not is_explained:
                 refuse_other_data(sums, data_name)
         self._had_weights, self.some_lack = bool(num_weighed), bool(num_lacking)
         self._num_plain = 0 if num_weighed or num_lacking else self._num_plain + 1
