@@ -609,14 +609,18 @@ def packed_state(state: Any) -> Tensor:
     return torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
 
 
-def unpacked_state(data: Tensor) -> Any:
+def unpacked_state(data: Tensor, kinds: Sequence[type] = ()) -> Any:
     """Return the state of `packed_state`, on the CPU.
 
+    Args:
+        data: From any rank.
+        kinds: Further classes that may be in it: plain data, which runs no code when it is made again.
+
     Raises:
-        ValueError: It holds more than tensors, numbers, strings and arrays of numbers, in lists, tuples, sets and dicts.
+        ValueError: It holds more than tensors, numbers, strings and arrays of numbers, in lists, tuples, sets, dicts.
     """
     file = io.BytesIO(data.cpu().numpy().tobytes())
-    with safe_globals(_OF_NUMPY):
+    with safe_globals([*_OF_NUMPY, *kinds]):
         try:
             # Data from the network must not run code here.
             return torch.load(file, map_location="cpu", weights_only=True)

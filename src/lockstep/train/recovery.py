@@ -58,6 +58,7 @@ from lockstep.comm.collectives import (
 from lockstep.comm.generations import Membership
 from lockstep.comm.world import World
 from lockstep.containers import map_tensors
+from lockstep.data.loader import BadSample
 from lockstep.data.stream import Stateful
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError, tells_of_others
 from lockstep.parallel.consistency import Buffers, Replica, checksum, refuse_difference, replica_of
@@ -70,10 +71,13 @@ from lockstep.rank_files import Arrival, Generation, RecoveryReport, launcher_fo
 from lockstep.telemetry.heartbeat import num_calls
 from lockstep.telemetry.recorder import Place, end_recoveries, num_recorded, record_recovery
 from lockstep.torch_internals import version_of
-from lockstep.train.skipping import BufferSnapshot
+from lockstep.train.evaluate import Evaluation
+from lockstep.train.skipping import BufferSnapshot, NonFiniteStep, Origin
 
 # Size of a message with state.
 _CHUNK_BYTES = 64 * 2**20
+# What the state of a run of `fit` holds beside numbers and strings.
+_OF_FIT = (Evaluation, BadSample, NonFiniteStep, Origin)
 
 
 @runtime_checkable
@@ -575,7 +579,7 @@ def exchange_state(
     structure = map_tensors(state, take_out) if is_source else {}
     for name, part in structure.items():
         try:
-            unpacked_state(packed_state(part))
+            unpacked_state(packed_state(part), _OF_FIT)
         except ValueError as error:
             raise ConfigurationError(
                 f"The state of {name} cannot be sent to the rank that takes the place of a lost one. {error}\n"
@@ -591,7 +595,7 @@ def exchange_state(
     refuse_cut()
     received: dict[str, Any] = {}
     if not is_source:
-        structure, are_on_host = unpacked_state(message)
+        structure, are_on_host = unpacked_state(message, _OF_FIT)
         received = map_tensors(structure, put_in)
     for tensor in tensors:
         for part in tensor.reshape(-1).view(torch.uint8).split(_CHUNK_BYTES):

@@ -25,6 +25,7 @@ from lockstep.telemetry.figures import EVALUATION, StragglerReporter
 from lockstep.telemetry.record import EventName, kind_of
 from lockstep.train.callbacks import Callbacks, EarlyStopping, RunView
 from lockstep.train.checkpoints.model_state import check_export
+from lockstep.train.checkpoints.object_store import place_of
 from lockstep.train.evaluate import Evaluation, Evaluator, Inference
 from lockstep.train.plan import Plan, devices_of, plural
 from lockstep.train.profiling import AroundStep
@@ -45,7 +46,7 @@ _NUM_NAMED = 5
 # What a rank that takes the place of a lost one gets from another.
 _OF_RUN = (
     *("_due", "stops", "_has_evaluated", "_evaluations", "_best", "has_new_best"),
-    *("_checkpoint", "_announced", "_saved", "_found", "_first_step", "num_steps", "_saves_after"),
+    *("_saved", "_found", "_first_step", "num_steps", "_saves_after"),
 )
 
 # --- what rank zero prints -------------------------------------------------------------------------------------------
@@ -410,13 +411,15 @@ class Run:
         lists = [trainer.nonfinite.found, trainer.bad_samples.skipped]
         seconds = time.perf_counter() - self._started_at
         done = {"throughput": self._throughput.state(), "callbacks": self._callbacks.state_dict()}
-        return {"own": of_run, "lists": lists, "seconds": seconds, **done}
+        places = [place and str(place) for place in (self._checkpoint, self._announced)]
+        return {"own": of_run, "lists": lists, "seconds": seconds, "places": places, **done}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Use the `state_dict` of another rank."""
         trainer = self.trainer
         for name in _OF_RUN:
             setattr(self, name, state["own"][name])
+        self._checkpoint, self._announced = (place and place_of(place) for place in state["places"])
         trainer.nonfinite.found[:], trainer.bad_samples.skipped[:] = state["lists"]
         self._callbacks.load_state_dict(state["callbacks"])
         self._throughput.load(state["throughput"])

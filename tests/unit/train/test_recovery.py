@@ -179,9 +179,8 @@ def test_a_state_that_was_cut_is_refused_before_it_is_read(monkeypatch, num_good
     read, moved, checked = [], [], []
     monkeypatch.setattr(recovery, "has_all_gather", lambda group, device: True)
     monkeypatch.setattr(recovery, "_send_or_receive", lambda tensor, *_: moved.append(tensor))
-    monkeypatch.setattr(
-        recovery, "unpacked_state", lambda data: read.append(data) or ({"value": torch.empty(2)}, [True])
-    )
+    message = {"value": torch.empty(2)}, [True]
+    monkeypatch.setattr(recovery, "unpacked_state", lambda *data: read.append(data) or message)
 
     def refuse_cut():
         checked.append(len(moved))
