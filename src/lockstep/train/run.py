@@ -244,6 +244,9 @@ class Run:
             self._ends_after, self._saves_after = state.get("requested", (None, None))
             # A stopped run has saved without the evaluation that was due after the same step.
             self._due = ["evaluate"] * (state["owes_evaluation"] and self._evaluator is not None)
+            if self._ends_after == self.num_steps_done:  # saved as at the end: then more steps may be asked for
+                self._due.append("save")
+                self._saved = None
         return [f"passed over the checkpoint {why}" for why in self._checkpoints.passed_over]
 
     def progress(self) -> str:
@@ -503,7 +506,8 @@ class Run:
         best = None if self._best is None else asdict(self._best)
         state = self.trainer.state_dict() | {"best": best, "owes_evaluation": owes_evaluation}
         state["callbacks"] = self._callbacks.state_dict()
-        is_ending = step < self.num_steps < self.trainer.plan.num_steps
+        # Also if a signal came with the last step that was asked for: the run has not ended.
+        is_ending = (step < self.num_steps or self.stops) and self.num_steps < self.trainer.plan.num_steps
         state["requested"] = self.num_steps if is_ending else None, self._saves_after
         self._checkpoint = self._checkpoints.save(state, step=step, metrics=metrics)
         self._saved = (step, loss)
