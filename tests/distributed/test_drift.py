@@ -1,5 +1,7 @@
 """Replicas that drift apart: found at the next check, by the tensor's name, the ranks on each side, and since when."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -13,8 +15,9 @@ from tests.shm import shm_group
 from tests.training import make_task, mean_loss, network, samples
 
 ADVICE = (
-    "Either code changed it on some ranks only (an if on the rank, a buffer that nobody synchronises), or a device or "
-    "its memory is faulty. Resume from an earlier checkpoint."
+    "Either code changed it on some ranks only (an if on the rank; another learning rate, clipping or number of "
+    "updates; a checkpoint that one rank loaded; a buffer that nobody synchronises), or a device or its memory is "
+    "faulty. Resume from an earlier checkpoint."
 )
 
 
@@ -35,7 +38,7 @@ def flip_sign(tensor, place):
 def test_a_flipped_bit_is_found_at_the_next_check(ranks, strategy):
     def flip(world):
         loop = make_loop(world, strategy)
-        for _ in range(3):
+        for _ in range(5):
             loop.step()
         weight = dict(loop.model.named_parameters())["2.weight"]
         if world.rank == 1:
@@ -48,10 +51,10 @@ def test_a_flipped_bit_is_found_at_the_next_check(ranks, strategy):
     results = ranks(2, warnings="ignore")(flip)
     right, wrong = results[0][3], results[1][3]
     text = (
-        "The ranks do not hold the same bits any more (after step 4): parameter 2.weight differs between rank 0 and "
+        "The ranks do not hold the same bits any more (after step 6): parameter 2.weight differs between rank 0 and "
         "rank 1.\n"
         f"1 of its 64 elements differs: the first at [1, 2] is {wrong} on rank 1 and {right} on rank 0.\n"
-        f"1 of 27 tensors differs. After step 2 all were alike.\n{ADVICE}"
+        f"1 of 27 tensors differs. After step 4 all were alike.\n{ADVICE}"
     )
     assert [result[:3] for result in results] == [(text, "parameter 2.weight", ((0,), (1,)))] * 2
 
@@ -244,9 +247,161 @@ def test_fit_never_checks_if_told_so(ranks):
         with pytest.raises(ReplicasDiffer) as error:
             lockstep.fit(make_task(dataset=data, loss=loss), steps=3, quiet=True)
         lines = str(error.value).splitlines()
-        assert lines[2] == "1 of 16 tensors differs. There was no check before."
+        assert lines[2] == "1 of 6 tensors differs. They never were equal."
         return lines[0]
 
-    text = "The ranks do not hold the same bits any more (after step 1): parameter 0.weight differs between rank 0 and "
-    text += "rank 1."
+    text = (
+        "The ranks do not hold the same bits any more (before the update of step 1): parameter model.0.weight differs "
+    )
+    text += "between rank 0 and rank 1."
     assert ranks(2)(run) == [text] * 2
+
+
+# The digest that travels with the gradients: every script has it.
+
+
+def edit(net):
+    flip_sign(net[0].weight, 10)
+
+
+def load(net):
+    net.load_state_dict({name: value * 1.1 for name, value in net.state_dict().items()})
+
+
+def clip(net):
+    nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
+
+
+LR, FIRST = "lr of parameter group 0", "parameter 0.weight"
+# What one rank does: after its update, before it, or to its optimizer; and what differs first.
+MISUSES = {
+    "another learning rate": (lambda net, optimizer: optimizer.param_groups[0].update(lr=0.02), 6, LR),
+    "an update more": (lambda net, optimizer: optimizer.step(), 6, FIRST),
+    "an edited parameter": (lambda net, optimizer: edit(net), 6, FIRST),
+    "a checkpoint": (lambda net, optimizer: load(net), 6, FIRST),
+    "a group more": (
+        lambda net, optimizer: optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]}),
+        *(6, "number of parameter groups"),
+    ),
+}
+
+
+def train(world, wrapped, step, make=torch.optim.Adam):
+    """Train 20 steps, and call ``step(number, net, optimizer)`` between backward and update."""
+    torch.manual_seed(0)
+    data, net = torch.randn(40, 4, 8), nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+    model = wrapped(net)
+    optimizer = make(model.parameters(), lr=0.01)
+    for number in range(20):
+        optimizer.zero_grad()
+        model(data[2 * number + world.rank]).square().mean().backward()
+        step(number + 1, model.module, optimizer)
+        optimizer.step()
+    return model.module[0].weight.detach().clone()
+
+
+@pytest.mark.parametrize("name", [*MISUSES, "clipping"])
+def test_what_one_rank_does_alone_is_found_with_the_gradients(ranks, name):
+    misuse, at, first = MISUSES.get(name, (None, 6, FIRST))
+
+    def script(world):
+        def step(number, net, optimizer):
+            if world.rank == 1 and number == at:
+                clip(net) if misuse is None else misuse(net, optimizer)
+
+        with pytest.raises(ReplicasDiffer) as error:
+            train(world, lockstep.DistributedDataParallel, step)
+        return str(error.value)
+
+    (text,) = set(ranks(2)(script))
+    assert text.startswith(
+        f"The ranks do not hold the same bits any more (before the update of step 8): {first} differs between rank 0 "
+        "and rank 1.\n"
+    )
+    assert "They were equal at step 4." in text
+
+
+def test_nothing_is_compared_if_a_script_says_so(ranks):
+    def script(world):
+        def step(number, net, optimizer):
+            edit(net) if world.rank == 1 and number == 3 else None
+
+        return train(world, lambda net: lockstep.DistributedDataParallel(net, check_replicas=0), step)
+
+    first, second = ranks(2)(script)
+    assert not first.equal(second)
+
+
+def test_a_module_that_was_put_into_the_wrapper_is_not_averaged_and_found(ranks):
+    def script(world):
+        torch.manual_seed(world.rank)
+        model = lockstep.DistributedDataParallel(nn.Sequential(nn.Linear(8, 1)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ReplicasDiffer) as error:
+            for number in range(8):
+                if number == 3:
+                    model.module = nn.Sequential(nn.Linear(8, 1))
+                    optimizer = torch.optim.SGD(model.module.parameters(), lr=0.1)
+                model(torch.ones(2, 8)).square().mean().backward()
+                optimizer.step()
+        return error.value.tensor
+
+    assert ranks(2, warnings="ignore")(script) == ["parameter 0.weight"] * 2
+
+
+def test_two_models_in_another_order_are_found_in_the_first_step(ranks):
+    def script(world):
+        torch.manual_seed(0)
+        models = [lockstep.DistributedDataParallel(nn.Linear(8, 1)) for _ in range(2)]
+        with pytest.raises(ReplicasDiffer, match=r"before the update of step 1\): parameter weight differs"):
+            for model in models[:: 1 - 2 * world.rank]:
+                model(torch.ones(2, 8)).mean().backward()
+
+    ranks(2)(script)
+
+
+def test_scripts_in_which_replicas_agree_are_left_alone(ranks):
+    def script(world):
+        def half(parameters, lr):
+            groups = [{"params": [each], "lr": lr / (place + 1)} for place, each in enumerate(parameters)]
+            return torch.optim.SGD(groups, lr=lr, momentum=0.9)
+
+        def schedule(number, net, optimizer):
+            optimizer.param_groups[0]["lr"] *= 0.9
+
+        def plain(number, net, optimizer):
+            pass
+
+        ddp = lockstep.DistributedDataParallel
+        weights = [train(world, ddp, schedule), train(world, ddp, plain, half)]
+        sharded = lambda params, lr: lockstep.ZeroRedundancyOptimizer(params, torch.optim.Adam, lr=lr)  # noqa: E731
+        weights += [train(world, ddp, plain, sharded), train(world, lambda net: ddp(net, compression="int8"), plain)]
+        model = ddp(nn.Linear(8, 1).double())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with model.join():
+            for number in range(4 + 4 * world.rank):
+                optimizer.zero_grad()
+                model(torch.full((2, 8), number, dtype=torch.float64)).tanh().mean().backward()
+                optimizer.step()
+        return [weight.tolist() for weight in (*weights, model.module.weight)]
+
+    first, second = ranks(2, warnings="ignore")(script)
+    assert first == second
+
+
+def test_processors_that_round_differently_are_a_warning(ranks):
+    def script(world):
+        torch.set_num_threads(1 + world.rank)
+
+        def step(number, net, optimizer):
+            edit(net) if world.rank == 1 and number == 3 else None
+
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                train(world, lockstep.DistributedDataParallel, step)
+        finally:
+            torch.set_num_threads(1)
+        return [str(each.message).partition(",")[0] for each in caught if "round" in str(each.message)]
+
+    assert ranks(2)(script) == [["Processors of several kinds round differently"], []]

@@ -138,8 +138,44 @@ def checksum(tensors: Iterable[Tensor]) -> int:
     return _signed(total)
 
 
+# Smaller tensors are put together, as each operation takes longer than their numbers do.
+_SMALL, _ROW = 2**14, 256
+
+
+@torch.no_grad()
+def fold(tensors: Sequence[Tensor]) -> int:
+    """Return 16 bits of the bits of ``tensors``, as `checksum` does: much sooner if many are small. Blocks.
+
+    Swapped numbers are found if they are in different rows of `_ROW` numbers.
+
+    Args:
+        tensors: On any devices.
+    """
+    total = 0
+    for place, group in enumerate(grouped(tensors, attrgetter("device")).values()):
+        pieces, small = list[Tensor](), list[Tensor]()
+        for numbers in map(_as_numbers, group):
+            (pieces if len(numbers) > _SMALL else small).append(numbers)
+        sums = []
+        for numbers in [*pieces, torch.cat(small)] if small else pieces:
+            num_rows = len(numbers) // _ROW
+            numbers = numbers.clone() if numbers.storage_offset() % 2 else numbers
+            # Two at a time, without a conversion, which takes longer than the sum.
+            rows = numbers[: num_rows * _ROW].view(torch.int64).view(num_rows, _ROW // 2).sum(1)
+            sums.append((rows * _odd(rows)).sum() - numbers[num_rows * _ROW :].sum())
+        total += (2 * place + 1) * int((torch.stack(sums) * _odd(sums)).sum())
+    return (total ^ total >> 16 ^ total >> 32 ^ total >> 48) & 0xFFFF
+
+
+def _odd(sums: Tensor | list[Tensor]) -> Tensor:
+    """Return an odd factor for each of ``sums``."""
+    return torch.arange(len(sums), device=sums[0].device if len(sums) else "cpu") * 2 + 1
+
+
 def _as_numbers(tensor: Tensor) -> Tensor:
     """Return the bits of a strided ``tensor`` as a flat tensor of 32-bit numbers, in memory order."""
+    if tensor.dtype is torch.float32 and tensor.is_contiguous() and not tensor.is_neg():  # most are, and take less so
+        return tensor.detach().view(-1).view(torch.int32)
     plain = tensor.detach().resolve_conj().resolve_neg()
     flat = flatten_like(plain, plain)
     if flat.nbytes % 4:
@@ -266,8 +302,9 @@ def refuse_difference(replica: Replica, *, group: Group, device: torch.device, n
     raise ReplicasDiffer(
         f"The ranks do not hold the same bits any more{now}: {first} differs {between(sides)}.\n{elements}"
         f"{len(different)} of {len(names)} tensors differ{'s' * (len(different) == 1)}. {since}\n"
-        "Either code changed it on some ranks only (an if on the rank, a buffer that nobody synchronises), or a "
-        "device or its memory is faulty. Resume from an earlier checkpoint.",
+        "Either code changed it on some ranks only (an if on the rank; another learning rate, clipping or number of "
+        "updates; a checkpoint that one rank loaded; a buffer that nobody synchronises), or a device or its memory is "
+        "faulty. Resume from an earlier checkpoint.",
         tensor=first,
         sides=sides,
     )

@@ -368,7 +368,14 @@ class Trainer:
         if name == "torch-ddp":
             return distributed(nn.parallel.DistributedDataParallel)
         compression, cap_mb = settings.compression, settings.bucket_cap_mb
-        wrap = partial(DistributedDataParallel, compression=compression, bucket_cap_mb=cap_mb, init_sync=is_first)
+        every = 1000 if settings.check_replicas else 0  # besides the checks of this class
+        wrap = partial(
+            DistributedDataParallel,
+            compression=compression,
+            bucket_cap_mb=cap_mb,
+            init_sync=is_first,
+            check_replicas=every,
+        )
         if name in ("local-sgd", "diloco"):
             return strategies.LocalSteps(name, model, objective, world, settings, self.plan.num_steps)
         return distributed(

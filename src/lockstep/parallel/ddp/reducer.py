@@ -27,6 +27,7 @@ from lockstep.parallel.compile import keep_out_of_graphs
 from lockstep.parallel.ddp.bucket_events import Event, Observer
 from lockstep.parallel.ddp.buckets import Bucket, BucketSet
 from lockstep.parallel.ddp.comm_hooks import AllReduceMean, BucketReduction
+from lockstep.parallel.ddp.replicas import Replicas
 from lockstep.parallel.ddp.shares import Scaling
 from lockstep.parallel.ddp.updates import Updates, call_before_updates
 from lockstep.parallel.ddp.weighting import Weights, check_weight
@@ -153,6 +154,7 @@ class Reducer:
         reduction: How a bucket is reduced. Replaced by `set_reduction`.
         divisor: Gradients are divided by it before they are summed: the number of ranks.
         weights: The weights of the ranks.
+        replicas: Finds out whether the ranks still hold the same model.
         observers: They get the events of a step.
         before_launch: Called at the end of backward before any bucket is launched. None: buckets are launched when they
             are complete. Set if some rank may be without a batch, see uneven_inputs.py.
@@ -173,6 +175,8 @@ class Reducer:
         self.reduction: BucketReduction = AllReduceMean(group)
         self.divisor = float(group.size())
         self.weights = Weights(group, bucket_set.device)
+        self.replicas = Replicas(group, bucket_set.device)
+        self.weights.refuse_replicas = self.replicas.refuse_difference
         self.observers: list[Observer] = []
         self.before_launch: Callable[[], None] | None = None
         self.finishes_early = False
@@ -367,6 +371,7 @@ class Reducer:
         if first is None or self.is_alone:
             return
         indices = chain((first,), updated)
+        self.replicas.add(optimizer)
         if self.is_collecting or (self._is_armed and current_graph_task_id() != -1):
             finished = [bucket.position for bucket in step.in_flight[: step.num_finished]] if step else []
             self._updates.refuse_early(optimizer, indices, finished)
@@ -448,6 +453,11 @@ class Reducer:
         if sum(map(len, self._hook_dicts)) > len(self._hooks):
             self._step.unsettled = self._put_hooks_last(arrived)
         self._notify(Event.BACKWARD)
+        # Ranks without data send no digest, and hooks of the script may keep replicas apart.
+        is_compared = (
+            self.only_step is None and self.reduction.sums_payloads and not is_capturing(self.bucket_set.device)
+        )
+        self.weights.digest = self.replicas.digest(self.num_steps) if is_compared else 0
         self.weights.check_last_step()
         if self.weights.window is not None:
             self.weights.window.begin_backward(self._used, accumulates=False, arrived=arrived)
@@ -781,7 +791,7 @@ class Reducer:
                     wait_for_call(bucket.future)
 
     def _drop_step(self) -> None:
-        self._step, self.weights.parts = None, set()
+        self._step, self.weights.parts, self.weights.digest = None, set(), 0
         if self.weights.window is not None:
             self.weights.window.close()
 

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from enum import Enum
 from functools import lru_cache, partial
 from itertools import accumulate
@@ -99,8 +99,6 @@ def refuse_other_data(sums: Sequence[float], name: str) -> None:
         ConfigurationError: The digests of the ranks differ; names the ranks that differ from the first.
     """
     world_size = _num_ranks(sums)
-    if not any(sums[-2 * world_size :]):
-        return
     # From rank 1 on, the sum of the differences between neighbours is the difference from rank 0.
     starts = len(sums) - 2 * world_size, len(sums) - world_size
     lower, upper = (accumulate(sums[start + 1 : start + world_size]) for start in starts)
@@ -397,9 +395,10 @@ class Weights:
     so they identify the ranks. A rank without data (in ``join()``) sends zeros: it neither gave a weight nor omitted
     one, and its step is not known. For the third number see [Note: parameters without a gradient] in reducer.py.
 
-    The digest says which global batches a rank has trained on, see shares.py; 0 if it is not known. Rank r adds 8 bits
-    of it to the number r, and subtracts them from the number r + 1. So each sum is the difference of two neighbours,
-    which is exact in every dtype and for any number of ranks, and all are 0 if the ranks have read the same data.
+    The digest says which global batches a rank has trained on, see shares.py, and in some steps what its replica is,
+    see replicas.py; 0 if neither is known. Rank r adds 8 bits of it to the number r, and subtracts them from the number
+    r + 1. So each sum is the difference of two neighbours, which is exact in every dtype and for any number of ranks,
+    and all are 0 if the ranks have read the same data and hold the same replicas.
 
     Only one tail is read, that of a bucket in the widest dtype, which is the same bucket on all ranks. float16 and
     bfloat16 show whether there are weights, and which ranks lack one, but cannot hold a weight. So if all buckets are
@@ -428,6 +427,8 @@ class Weights:
         some_lack: Whether this held on some rank, by the last sums that were read; equal on all ranks.
         num_updates: How many times the optimizer has stepped since the last reduction; None: not known.
         parts: Of the batches that this rank has used since the last reduction.
+        digest: Of its replica, see replicas.py; 0 if it is not compared in this step.
+        refuse_replicas: Raises an error if replicas differ, or returns that they may. Collective: every rank.
         encode: Returns a message of this rank; without arguments that of a rank without data.
     """
 
@@ -443,6 +444,8 @@ class Weights:
         self._had_weights = False  # whether some rank gave a weight, by the last sums that were read
         self._typical = 1.0
         self.parts: set[BatchPart] = set()
+        self.digest = 0
+        self.refuse_replicas: Callable[[], bool] = bool
         # On a device: the sums of messages, being copied to the host, and the batches of their steps.
         self._unread: deque[tuple[HostCopy, str]] = deque()
         self._num_plain = 0  # the sums that were read since the last with weights or missing gradients; equal on all
@@ -464,7 +467,7 @@ class Weights:
     def message(self) -> tuple[float, ...]:
         """Return the message that this rank sends at the end of a step."""
         window, is_captured = self.window, is_capturing(self.device)
-        digest = sum(part.digest for part in self.parts) & 0xFFFF
+        digest = sum(part.digest for part in self.parts) + self.digest & 0xFFFF
         state: dict[str, Any] = {"lacks_gradients": self.lacks_gradients, "num_updates": self.num_updates}
         state["digest"] = digest
         if is_captured:
@@ -585,7 +588,11 @@ class Weights:
         if num_weighed:
             refuse_missing(sums)
         refuse_apart(sums)
-        refuse_other_data(sums, self._data_name if data_name is None else data_name)
+        if any(sums[-2 * self._world_size :]):
+            is_explained = self.refuse_replicas()  # all ranks come here, as all have the same sums
+            data_name = self._data_name if data_name is None else data_name
+            if data_name and not is_explained:
+                refuse_other_data(sums, data_name)
         self._had_weights, self.some_lack = bool(num_weighed), bool(num_lacking)
         self._num_plain = 0 if num_weighed or num_lacking else self._num_plain + 1
         if not num_weighed or not weight:  # no weights; or all are zero, and so are all gradients

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +18,7 @@ from torch.optim import Optimizer
 from lockstep import torch_internals
 from lockstep.comm import collectives
 from lockstep.comm.collectives import Group, Join, Joinable, JoinHook, default_group
+from lockstep.comm.fully_shard import is_sharded
 from lockstep.comm.process import keep_freed_memory
 from lockstep.comm.world import World
 from lockstep.containers import find_tensors, hook_tensors
@@ -75,6 +78,8 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         compression: How float32 and float64 gradients are sent between ranks: rounded to ``"bf16"`` or ``"fp16"``; as
             integers with error feedback, ``"int8"`` or ``"int4"``; as products of narrow matrices with error feedback,
             ``"powersgd:RANK"``. For slow networks; see docs/speed.md. None: not compressed.
+        check_replicas: In the steps 1, 2, 4, 8, ... and each so many steps, a digest of the parameters and of the
+            optimizer's learning rates travels with the gradients. If it differs, all raise `ReplicasDiffer`. 0: never.
 
     Raises:
         ModelMismatch: On every rank: the model differs between ranks; names the parameter, the rank and both shapes.
@@ -115,6 +120,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
         compression: str | None = None,
+        check_replicas: int = 1000,
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -142,7 +148,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         self.static_graph = static_graph
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.mixed_precision = None
-        self.compression = compression
+        self.compression, self._check_every = compression, check_replicas
         if compression is not None:
             check_method(compression)
         can_overlap = collectives.reduces_on_its_own(self.process_group, self.device)
@@ -182,6 +188,8 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
             num_slices=group.size(),
         )
         self.reducer = Reducer(bucket_set, group=group, skip_unused_buckets=self.skip_all_reduce_unused_params)
+        self.reducer.replicas.every = self._check_every
+        self.reducer.replicas.parameters = partial(_parameters_of, weakref.ref(self))
         self._sync_layers = SyncLayerShadow(self.module, group=group, device=self.device, weights=self.reducer.weights)
         # Also used by `fit`: the gradients, one tensor for each bucket.
         self.flat_gradients = bucket_gradients.FlatGradients(self.reducer, self.module.parameters())
@@ -832,6 +840,23 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
 
     _get_data_parallel_params = staticmethod(torch_internals.ddp_parameters)  # for torch's optimizer_overlap_hooks
     _set_params_and_buffers_to_ignore_for_model = staticmethod(torch_internals.ignore_in_ddp)
+
+
+def _parameters_of(wrapper: weakref.ref[DistributedDataParallel]) -> dict[str, Tensor]:
+    """Return the parameters that the ranks should hold alike, also of a module that the script has put in since."""
+    model = wrapper()
+    return (
+        {}
+        if model is None
+        else {
+            name: parameter
+            for name, parameter in model.module.named_parameters()
+            if name not in model.parameters_to_ignore
+            and parameter.layout is torch.strided
+            and parameter.numel()
+            and not (parameter.is_meta or is_sharded(parameter))
+        }
+    )
 
 
 def _call(module: Any, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
