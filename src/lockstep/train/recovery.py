@@ -426,7 +426,7 @@ class Changes:
         self._begin()
         num_updates, num_calls_before, is_stepping = 0, num_calls(), False
 
-        def update(optimizer: Optimizer) -> None:
+        def update(optimizer: Optimizer, _loss: Any) -> None:
             nonlocal num_updates, num_calls_before, is_stepping
             if is_stepping:  # by means of another optimizer or of its base class, or with a closure once more
                 return before_step(False)
