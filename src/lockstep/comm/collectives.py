@@ -598,7 +598,7 @@ def gather_states(state: Any, *, group: Group, device: torch.device, to: int | N
 
 
 # What numpy's arrays and numbers are made again with; a scheduler's learning rate is often such a number.
-_OF_NUMPY = [np.ndarray, np.dtype, np.float64(0).__reduce__()[0], np.empty(0).__reduce__()[0]]
+_OF_NUMPY: list[Any] = [np.ndarray, np.dtype, np.float64(0).__reduce__()[0], np.empty(0).__reduce__()[0]]
 _OF_NUMPY += [type(np.dtype(code)) for code in np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?"]
 
 
@@ -626,5 +626,5 @@ def unpacked_state(data: Tensor, kinds: Sequence[type] = ()) -> Any:
             return torch.load(file, map_location="cpu", weights_only=True)
         except UnpicklingError as error:
             file.seek(0)
-            kinds = ", ".join(sorted(get_unsafe_globals_in_checkpoint(file))) or "an array of objects"
-            raise ValueError(f"It holds {kinds}.") from error
+            names = ", ".join(sorted(get_unsafe_globals_in_checkpoint(file))) or "an array of objects"
+            raise ValueError(f"It holds {names}.") from error

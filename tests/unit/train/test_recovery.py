@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.comm.collectives import packed_state, unpacked_state
+from lockstep.data.loader import BadSample
 from lockstep.errors import CollectiveError, ConfigurationError
 from lockstep.train import recovery
+from lockstep.train.evaluate import Evaluation
 from lockstep.train.recovery import Changes, Recovery, exchange_state
-from lockstep.train.skipping import BufferSnapshot
+from lockstep.train.skipping import BufferSnapshot, NonFiniteStep, Origin
 
 
 class Running:
@@ -171,6 +174,17 @@ def test_a_state_that_only_pickle_can_send_is_refused_at_the_source(monkeypatch)
     with pytest.raises(ConfigurationError, match=message):
         exchange_state(state, 1, 0, group, torch.device("cpu"), bool)
     assert moved == []
+
+
+def test_what_a_run_has_found_so_far_can_be_sent():
+    origin = Origin(rank=1, micro=0, samples=[3], faulty=[3], loss="nan")
+    found = [
+        NonFiniteStep(step=2, epoch=0, origins=(origin,), parameter="a", num_ranks=2, num_micro=1, again=True),
+        BadSample(sample=4, epoch=0, step=1, cause="it is empty", others=(5,)),
+        Evaluation(step=3, metrics={"loss": 0.5}),
+    ]
+    received = unpacked_state(packed_state(found), recovery._OF_FIT)
+    assert received == found and [*map(type, received)] == [*map(type, found)]
 
 
 @pytest.mark.parametrize("num_good", [0, 1, 2])
