@@ -1,5 +1,6 @@
 """Steps that differ from those before: gradients stay those of one process, whatever comes after some usual steps."""
 
+import re
 import warnings
 from contextlib import nullcontext
 from functools import partial
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.errors import LockstepError
+from lockstep.errors import ConfigurationError, LockstepError
 from tests.models import assert_gradients_equal
 
 CAP_MB = 0.0003  # a bucket a layer
@@ -506,3 +507,48 @@ def calls_in_join(world):
 )
 def test_steps_of_optimizers_and_ranks_without_data(ranks, scenario):
     ranks(2)(scenario)
+
+
+@pytest.mark.parametrize("is_averaged", [False, True])
+def test_a_line_search_needs_the_loss_of_all_ranks(ranks, is_averaged):
+    def run(world):
+        model, oracle = lockstep.DistributedDataParallel(Branches()), Branches()
+        whole, own = inputs(world, 0)
+
+        def train(model, x, average):
+            optimizer = torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe")
+
+            def closure():
+                optimizer.zero_grad()
+                loss = (model(x) - x.roll(1, 1)).square().mean()
+                loss.backward()
+                return average(loss.detach())
+
+            for _ in range(2):
+                optimizer.step(closure)
+
+        def average(loss):
+            if is_averaged:
+                torch.distributed.all_reduce(loss)
+                loss /= world.world_size
+            return loss
+
+        try:
+            train(model, own, average)
+        except ConfigurationError as error:
+            return str(error)
+        train(oracle, whole, lambda loss: loss)
+        pairs = zip(model.parameters(), oracle.parameters(), strict=True)
+        return max((one - other).abs().max().item() for one, other in pairs)
+
+    found = ranks(2)(run)
+    if is_averaged:
+        assert max(found) < 1e-6
+        return
+    for rank, message in enumerate(found):
+        assert re.fullmatch(
+            rf"Rank {rank}: LBFGS\.step\(\) searches along a line by the loss that its closure returns, which is \S+ "
+            r"on rank 0, and \S+ on another rank: the ranks would take different steps\.\n"
+            r"Return the mean over the ranks from the closure, after backward: .*",
+            message,
+        )

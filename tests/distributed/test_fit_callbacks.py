@@ -263,19 +263,24 @@ def test_the_callers_own_objects_get_what_was_trained(devices):
 
 
 class Interrupted(Notes):
-    """Asks for the end, and gets a signal in the same step."""
+    """Asks for the end after step 4, and gets a signal in a step."""
+
+    def __init__(self, signal_at):
+        super().__init__("stop", ("step", 4))
+        self.signal_at = signal_at
 
     def on_step_end(self, run):
         super().on_step_end(run)
-        if run.step == 4 and self.at == ("step", 4):
+        if run.step == self.signal_at:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_run_that_is_stopped_before_it_has_agreed_to_end_ends_at_the_same_step_when_resumed(tmp_path):
-    whole = noted(None, Notes("stop", ("step", 4)), tmp_path / "whole", "single")
-    stopped = noted(None, Interrupted("stop", ("step", 4)), tmp_path / "part", "single")
-    resumed = noted(None, Notes(), tmp_path / "part", "single")
-    assert (whole[0], stopped[0], resumed[0]) == (6, 4, 6)
+@pytest.mark.parametrize("stopped_at", [4, 5, 6])
+def test_a_run_that_is_stopped_before_it_has_ended_ends_at_the_same_step_when_resumed(tmp_path, stopped_at):
+    stopped = noted(None, Interrupted(stopped_at), tmp_path, "single")
+    resumed = noted(None, Notes(), tmp_path, "single")
+    assert (stopped[:2], resumed[:2]) == ((stopped_at, [3]), (6, [6])), "as a run without the signal"
+    assert noted(None, Notes(), tmp_path, "single")[0] == 12, "the end was that of the run before"
 
 
 def test_a_run_may_be_resumed_with_another_metric_for_the_best(tmp_path):

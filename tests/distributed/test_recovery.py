@@ -8,6 +8,7 @@ import textwrap
 import time
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -591,6 +592,8 @@ def exchanged(world):
             "no": torch.empty(0, 3),
         },
         "optimizer": {"state": {0: {"step": 3, "flag": torch.tensor([True, False])}}, "names": ("a", None)},
+        # As schedulers and loaders return them.
+        "own": {"lr": np.float64(0.5), "seen": {1}, "order": np.arange(3)},
     }
     with mock.patch.object(recovery, "_CHUNK_BYTES", 16):
         received, size = recovery.exchange_state(
@@ -603,6 +606,8 @@ def exchanged(world):
     for name, value in received["model"].items():
         assert value.dtype == state["model"][name].dtype and torch.equal(value, state["model"][name])
     flags = received["optimizer"]["state"][0].pop("flag")
+    own = received["own"]
+    assert (own["lr"], own["seen"], own["order"].tolist()) == (0.5, {1}, [0, 1, 2])
     return flags.tolist(), received["optimizer"], size
 
 

@@ -272,3 +272,34 @@ def test_a_script_that_reads_gradients_gets_one_hint(ranks):
         "shard_gradients=True,\nor pass shard_gradients=False, which ends this message.\n"
     )
     assert ranks(2)(run) == [hint, ""]
+
+
+@pytest.mark.parametrize("is_in_cycle", [False, True])
+def test_an_optimizer_may_take_the_place_of_one_that_is_gone(ranks, is_in_cycle):
+    def train(model, make, world):
+        for rate in (0.1, 0.05):
+            optimizer = make(model.parameters(), lr=rate)
+            for step in range(4):
+                optimizer.zero_grad()
+                loss_of(model, world.rank + step).backward()
+                optimizer.step()
+            if is_in_cycle:
+                optimizer.own = optimizer
+            del optimizer
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    def run(world):
+        def make(parameters, lr):
+            return lockstep.ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, shard_gradients=True, lr=lr)
+
+        sliced = lockstep.DistributedDataParallel(net())
+        whole = lockstep.DistributedDataParallel(copy.deepcopy(sliced.module))
+        pairs = zip(train(sliced, make, world), train(whole, torch.optim.AdamW, world), strict=True)
+        errors = [relative_error(one, other) for one, other in pairs]
+        kept = make(sliced.parameters(), 0.1)
+        with pytest.raises(ConfigurationError, match="or another optimizer with shards"):
+            make(sliced.parameters(), 0.1)
+        return max(errors), len(sliced.reducer.observers), kept.world_size
+
+    for error, num_observers, _ in ranks(2)(run):
+        assert error < 1e-6 and num_observers == 1

@@ -8,14 +8,17 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from operator import attrgetter, is_not
+from pickle import UnpicklingError
 from types import ModuleType
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.futures import Future
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from lockstep import activity, torch_internals
 from lockstep.comm.hierarchy import HierarchicalProcessGroup, start_exchange, sum_rows
@@ -577,23 +580,51 @@ def gather_states(state: Any, *, group: Group, device: torch.device, to: int | N
     Collective: every rank, in the same order. Blocks until complete.
 
     Args:
-        state: Tensors, numbers and strings, in lists and dicts.
+        state: Tensors, numbers and strings, in lists and dicts; see `unpacked_state`.
         group: The ranks that take part.
         device: Where the bytes lie while they travel: a CUDA device for NCCL.
         to: The rank that gets them.
     """
     keeps = to is None or _member(to, group) == group.rank()
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    packed = torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
-    del buffer  # as large as the state, and not needed while it travels
+    packed = packed_state(state)
     sizes = all_gather(torch.tensor([packed.numel()], device=device), group=group).flatten().tolist()
     states = []
     for rank, size in enumerate(sizes):  # one by one: only a rank that keeps them needs memory for more than one
         data = packed.to(device) if rank == group.rank() else torch.empty(size, dtype=torch.uint8, device=device)
         broadcast(data, group=group, src=rank)
         if keeps:
-            file = io.BytesIO(data.cpu().numpy().tobytes())
-            # Tensors, numbers and strings only: data from the network must not run code here.
-            states.append(torch.load(file, map_location="cpu", weights_only=True))
+            states.append(unpacked_state(data))
     return states
+
+
+# What numpy's arrays and numbers are made again with; a scheduler's learning rate is often such a number.
+_OF_NUMPY: list[Any] = [np.ndarray, np.dtype, np.float64(0).__reduce__()[0], np.empty(0).__reduce__()[0]]
+_OF_NUMPY += [type(np.dtype(code)) for code in np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?"]
+
+
+def packed_state(state: Any) -> Tensor:
+    """Return ``state`` as bytes for `unpacked_state`, on this rank or another one."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
+
+
+def unpacked_state(data: Tensor, kinds: Sequence[type] = ()) -> Any:
+    """Return the state of `packed_state`, on the CPU.
+
+    Args:
+        data: From any rank.
+        kinds: Further classes that may be in it: plain data, which runs no code when it is made again.
+
+    Raises:
+        ValueError: It holds more than tensors, numbers, strings and arrays of numbers, in lists, tuples, sets, dicts.
+    """
+    file = io.BytesIO(data.cpu().numpy().tobytes())
+    with safe_globals([*_OF_NUMPY, *kinds]):
+        try:
+            # Data from the network must not run code here.
+            return torch.load(file, map_location="cpu", weights_only=True)
+        except UnpicklingError as error:
+            file.seek(0)
+            names = ", ".join(sorted(get_unsafe_globals_in_checkpoint(file))) or "an array of objects"
+            raise ValueError(f"It holds {names}.") from error

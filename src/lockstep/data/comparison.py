@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 from lockstep.comm.collectives import Group, all_gather_object
 from lockstep.containers import items_of
 from lockstep.data.loader import HasEpochs, LoadOptions, Request, load
-from lockstep.data.order import mix
+from lockstep.data.order import Purpose, mix
 from lockstep.errors import ConfigurationError
 
 
@@ -58,8 +58,6 @@ def _update_digest(digest: blake2b, value: Any) -> None:
         digest.update(f"{type(value).__name__}{repr(value) if is_plain else ''}".encode())
 
 
-# Separates the choice of the samples that the ranks compare from random numbers of other purposes with the same seed.
-_COMPARED = 7
 _NUM_COMPARED, _NUM_READS = 4, 4
 
 
@@ -103,7 +101,7 @@ def check_same_data(
                 "Every rank must see the same files, and they must not change."
             )
     if length is not None:
-        indices = [mix(seed, _COMPARED, number) % length for number in range(_NUM_COMPARED)]
+        indices = [mix(seed, Purpose.COMPARED, number) % length for number in range(_NUM_COMPARED)]
         options = replace(options, collate=checksum, workers=min(options.workers, 1), pin_memory=False)
         read = load(samples, [Request(0, 0, length, {0: indices})] * _NUM_READS, options, seed=seed, epochs=epochs)
         first, *others = {"" if micro.bad else micro.batches[0] for micro in read}

@@ -26,7 +26,7 @@ from torch.utils.data import ChainDataset, ConcatDataset, DataLoader, Dataset, S
 
 from lockstep.accelerator import recorded_event
 from lockstep.containers import map_tensors
-from lockstep.data.order import BatchSplit, GlobalOrder, ShardOrder, mix, seed_cpu
+from lockstep.data.order import BatchSplit, GlobalOrder, Purpose, ShardOrder, mix, seed_cpu
 from lockstep.data.tokens import TokenFiles
 from lockstep.env import check_socket_folder
 from lockstep.errors import DataError, LoaderDied, LockstepError
@@ -132,10 +132,6 @@ def batched_getitem(samples: Any, collate: Collate | None) -> Callable[[list[int
     if tables is not None and isinstance(samples, tables.Dataset) and samples.format["type"] in {None, "torch"}:
         return lambda indices: (collate or default_collate)(samples.__getitems__(indices))
     return None
-
-
-# Separates the random numbers of augmentation from those of other purposes with the same seed.
-_SAMPLE = 2
 
 
 @dataclass(frozen=True)
@@ -283,7 +279,7 @@ class Fetch(Dataset[MicroBatch]):
     def __getitem__(self, request: Request) -> MicroBatch:
         if request.epoch != self._epoch:
             for dataset in self._epochs:
-                seed_cpu(mix(self._seed, _SAMPLE, request.epoch))  # for what shuffles then
+                seed_cpu(mix(self._seed, Purpose.SAMPLE, request.epoch))  # for what shuffles then
                 dataset.set_epoch(request.epoch)
             self._epoch = request.epoch
         bad: list[BadSample] = []
@@ -306,7 +302,7 @@ class Fetch(Dataset[MicroBatch]):
                 return indices, self._read_at_once(indices)
         samples, read = [], []
         for number in indices:
-            seed_cpu(mix(self._seed, _SAMPLE, request.epoch, number))
+            seed_cpu(mix(self._seed, Purpose.SAMPLE, request.epoch, number))
             try:
                 samples.append(self._samples[number])
                 read.append(number)

@@ -7,6 +7,7 @@ import random
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum, unique
 from fractions import Fraction
 from functools import cached_property, lru_cache, partial
 from hashlib import blake2b
@@ -22,6 +23,29 @@ from torch import Tensor
 # No random state is carried from step to step: before each micro-batch, and before each sample is fetched, the
 # generators are seeded from (seed, purpose, position). So a run draws the same numbers if it was resumed, if it is
 # interleaved with another run, or if four processes load its samples.
+
+
+@unique
+class Purpose(IntEnum):
+    """What random numbers are for: separates those that follow from the same seed.
+
+    The order of the samples of a resumed run follows from these numbers, so none is changed, or used again.
+    """
+
+    ORDER = 1  # of samples, or of shards, in an epoch
+    SAMPLE = 2  # what a data set of `fit` draws for a sample
+    INIT = 3  # initial weights
+    FORWARD = 4  # dropout and the like in a micro-batch
+    EVALUATE = 5  # all that an evaluation draws
+    STREAM = 6  # what a stream draws before its first sample of a step
+    DATA = 7  # the data set that a task creates
+    WINDOW = 8  # the order of samples in a window of shards
+    COMPARED = 9  # which samples the ranks compare
+    RANK = 10  # the generators of each rank, after `prepare`
+    UPDATE = 11  # what optimizers draw
+    PREPARED_SAMPLE = 12  # what the data set of a prepared loader draws for a sample
+    COUNTERFACTUAL = 40  # forward, in an experiment of `verify`
+    REFERENCE_FORWARD = 42  # forward, in the reference loop of `verify`
 
 
 def mix(*parts: int) -> int:
@@ -125,9 +149,6 @@ def _hash(values: _Bits, key: np.uint64) -> _Bits:
 # permutation, which is computed only where it is read; each share of a batch is contiguous. So the same samples are in
 # the same step on any number of devices, and any step of a data set of any length is found at once.
 
-# Separates the random numbers of shuffling from those of other purposes with the same seed.
-_ORDER = 1
-
 _BLOCK_SIZE = 2**14
 
 
@@ -199,7 +220,7 @@ class GlobalOrder:
 def _block(num_samples: int, seed: int, epoch: int, block: int) -> Tensor:
     """Return a block of an epoch's order, large enough that the cost per batch is small."""
     start = block * _BLOCK_SIZE
-    permutation = Permutation(num_samples, mix(seed, _ORDER, epoch))
+    permutation = Permutation(num_samples, mix(seed, Purpose.ORDER, epoch))
     return permutation(range(start, min(start + _BLOCK_SIZE, num_samples)))
 
 
@@ -210,9 +231,6 @@ def _block(num_samples: int, seed: int, epoch: int, block: int) -> Tensor:
 # gives to the global batches of the epoch, always at the same positions of a batch. Within a lane, consecutive windows
 # of the sequence are permuted. A rank computes whole lanes, so it reads only their parts of the sequence, each from its
 # begin to its end. The number of lanes does not depend on the number of ranks, so the global batches do not either.
-
-# Separates the random numbers of the windows from those of other purposes with the same seed.
-_WINDOW = 8
 
 
 def cut_lanes(size: int, num_lanes: int) -> NDArray[np.int64]:
@@ -280,7 +298,7 @@ class ShardOrder:
 @lru_cache(maxsize=4)
 def shard_sequence(order: ShardOrder, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the shards in the order of ``epoch``; and the position of each shard's first sample, by its number."""
-    shards = Permutation(len(order.sizes), mix(order.seed, _ORDER, epoch))(range(len(order.sizes))).numpy()
+    shards = Permutation(len(order.sizes), mix(order.seed, Purpose.ORDER, epoch))(range(len(order.sizes))).numpy()
     starts = np.empty_like(shards)
     starts[shards] = np.cumsum(order.sizes[shards]) - order.sizes[shards]
     return shards, starts
@@ -291,7 +309,7 @@ def _window(order: ShardOrder, epoch: int, lane: int, number: int) -> NDArray[np
     """Return the positions of a window, permuted."""
     start = int(order.lane_starts[lane]) + number * order.window
     size = min(order.window, int(order.lane_starts[lane + 1]) - start)
-    return start + Permutation(size, mix(order.seed, _WINDOW, epoch, lane, number))(range(size)).numpy()
+    return start + Permutation(size, mix(order.seed, Purpose.WINDOW, epoch, lane, number))(range(size)).numpy()
 
 
 # --- The division of a global batch

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from lockstep.data.comparison import checksum, is_compared
 from lockstep.data.loader import BadSample, Collate, LoadOptions, MicroBatch, StreamNote, having_epochs
-from lockstep.data.order import BatchSplit, mix, seed_cpu
+from lockstep.data.order import BatchSplit, Purpose, mix, seed_cpu
 from lockstep.errors import ConfigurationError, DataError, LockstepError
 from lockstep.torch_internals import hide_worker_info
 
@@ -46,8 +46,6 @@ def first_not_serializable(value: Any) -> type | None:
 # samples. So the first state is tested: a copy of the stream that loaded it must return the next batch. If it does not,
 # no state is kept, and a resumed run reads and drops the samples before its position, which is always exact.
 
-# Separates the random numbers of a stream from those of other purposes with the same seed.
-_STREAM = 6
 
 _INEXACT = "does not restore the same samples, as with a shuffle buffer"
 
@@ -185,11 +183,11 @@ class StreamReader:
         if state is not None:
             assert isinstance(stream, Stateful)
             stream.load_state_dict(copy.deepcopy(state["stream"]))
-        seed_cpu(mix(self._order.seed, _STREAM, step))  # for streams that shuffle before their first sample
+        seed_cpu(mix(self._order.seed, Purpose.STREAM, step))  # for streams that shuffle before their first sample
         return iter(stream)
 
     def _read(self, iterator: Iterator[Any], step: int) -> list[Any]:
-        seed_cpu(mix(self._order.seed, _STREAM, step))
+        seed_cpu(mix(self._order.seed, Purpose.STREAM, step))
         samples: list[Any] = []
         try:
             samples.extend(islice(iterator, self._order.batch_size))

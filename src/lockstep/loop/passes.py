@@ -19,7 +19,7 @@ from torch.utils import data
 from lockstep.comm.world import World
 from lockstep.containers import items_of
 from lockstep.data.comparison import checksum
-from lockstep.data.order import cut, mix, seed_cpu
+from lockstep.data.order import Purpose, cut, mix, seed_cpu
 from lockstep.errors import ConfigurationError
 from lockstep.loop.batch_parts import Reading, parts
 from lockstep.loop.random_state import draws, generators_of, get_state, kept_states, set_state
@@ -30,8 +30,6 @@ models = weakref.WeakSet[DistributedDataParallel]()  # the prepared models of th
 
 # Samplers of torch, which draw only when the first index is read.
 _TORCHS = {data.RandomSampler, data.SequentialSampler, data.SubsetRandomSampler, data.WeightedRandomSampler}
-# Separates the random numbers of samples from those of other purposes with the same seed.
-SAMPLE = 8
 
 
 # --- What is read: parts of lists of indices, or of groups of samples
@@ -406,5 +404,5 @@ class Division:
                 continue
             part = cut(len(indices), progress.world_size, progress.rank)
             mine = indices[part.start : part.stop] or indices[:1]
-            seed = mix(progress.seed, SAMPLE, progress.epoch, len(this.wholes) - 1)
+            seed = mix(progress.seed, Purpose.PREPARED_SAMPLE, progress.epoch, len(this.wholes) - 1)
             yield SeededIndices(mine, seed, part.start) if progress.seeds_samples else mine

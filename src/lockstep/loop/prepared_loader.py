@@ -17,10 +17,10 @@ from lockstep.comm.collectives import device_for, gather_states
 from lockstep.comm.world import World
 from lockstep.containers import map_tensors
 from lockstep.data.loader import MicroBatch, Prefetcher, batched_getitem
-from lockstep.data.order import cut, mix
+from lockstep.data.order import Purpose, cut, mix
 from lockstep.errors import ConfigurationError
 from lockstep.loop.batch_parts import parts
-from lockstep.loop.passes import SAMPLE, DividedCollate, GlobalBatch, Pass, Progress, StreamBatch, models
+from lockstep.loop.passes import DividedCollate, GlobalBatch, Pass, Progress, StreamBatch, models
 from lockstep.loop.random_state import draws, seeded
 from lockstep.torch_internals import BaseDataLoaderIter, unread_iterator
 
@@ -149,7 +149,8 @@ class PreparedLoader(data.DataLoader[Any]):
             return nullcontext()
         if isinstance(self.dataset, data.IterableDataset):
             return draws.open()
-        return seeded(mix(progress.seed, SAMPLE, progress.epoch, number)) if progress.seeds_samples else nullcontext()
+        value = mix(progress.seed, Purpose.PREPARED_SAMPLE, progress.epoch, number)
+        return seeded(value) if progress.seeds_samples else nullcontext()
 
     def _needs_sample(self, this: Pass) -> bool:
         """Return whether this rank must take part in what the others do with a batch of which it has no part."""

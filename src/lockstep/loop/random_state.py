@@ -10,12 +10,10 @@ import torch
 from torch.utils import data
 
 from lockstep.comm.world import shared_seeds
-from lockstep.data.order import mix, seed_cpu, seed_device
+from lockstep.data.order import Purpose, mix, seed_cpu, seed_device
 
 _PYTHON, _NUMPY, _TORCH = object(), object(), object()  # stand for the generators of the process
 _OF_PROCESS = (_TORCH, _PYTHON, _NUMPY)
-# Separates the random numbers of ranks from those of other purposes with the same seed.
-_RANK = 10
 _GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
 
 
@@ -175,8 +173,8 @@ draws = Draws()
 
 def seed_rank(seed: int, rank: int, device: torch.device) -> None:
     """Seed torch's generators of this rank, so that they differ from those of the others."""
-    torch.default_generator.manual_seed(mix(seed, _RANK, rank))
-    seed_device(device, mix(seed, _RANK, rank))
+    torch.default_generator.manual_seed(mix(seed, Purpose.RANK, rank))
+    seed_device(device, mix(seed, Purpose.RANK, rank))
 
 
 def seeded_state(seed: int) -> torch.Tensor:

@@ -337,7 +337,8 @@ class Recorder:
         self.num_done: Callable[[], int] = lambda: first_step
         self.on_recovery: Callable[[int], None] = lambda num_done: None
         self._steps_per_epoch, self._num_skipped = steps_per_epoch, num_skipped
-        self._run = replace(run, num_restarts=num_restarts())
+        # Replaced by the recording thread only; the training thread sets the number of ranks, at a recovery.
+        self._run, self._world_size = replace(run, num_restarts=num_restarts()), run.world_size
         self._device_names = ", ".join(map(str, devices))
         self.means, self.sampler = RankMeans(place.rank, self._device_names, first_step), MachineSampler(devices)
         self._writer: record.LineWriter | None = None
@@ -447,7 +448,7 @@ class Recorder:
 
     def _meet(self) -> None:
         # A script may have no process group.
-        self.keys = StatusKeys(self.place.rank, self._run.world_size if is_initialized() else 1)
+        self.keys = StatusKeys(self.place.rank, self._world_size if is_initialized() else 1)
 
     def go_on(self, event: Event, place: Place) -> None:
         """Record a recovery, after which the ranks of ``place`` go on. On every rank, in the same order."""
@@ -458,7 +459,7 @@ class Recorder:
             self._deliveries = []
         self.on_recovery(event.step)
         self.event(event)
-        self._run = replace(self._run, world_size=place.num_ranks)
+        self._world_size = place.num_ranks
         if self.keys is not None:
             self._meet()
 
@@ -475,7 +476,7 @@ class Recorder:
 
     def start(self) -> threading.Thread:
         """Start the recording thread."""
-        period_s = PERIOD_S * max(1.0, self._run.world_size / _RANKS_A_SECOND)
+        period_s = PERIOD_S * max(1.0, self._world_size / _RANKS_A_SECOND)
         self._thread = start_thread(lambda: self._work(period_s), name="lockstep-recorder", device=self._device)
         return self._thread
 
@@ -596,6 +597,7 @@ class Recorder:
             elapsed_s=time.perf_counter() - self._began_s,
             left_s=self._left_s(figures.step),
             ranks=with_waits((figures, *self._others())),
+            world_size=self._world_size,  # after the others were read: a recovery may have come meanwhile
             event_counts=Counter(self._run.event_counts) + Counter(event.event for event in events),
             evaluation=reduce(or_, (dict(event.metrics or {}) for event in events), dict(self._run.evaluation)),
             is_last=is_last,

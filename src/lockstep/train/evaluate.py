@@ -22,7 +22,7 @@ from lockstep.comm.collectives import Group, broadcast_coalesced, gather_states
 from lockstep.containers import map_tensors
 from lockstep.data.comparison import check_same_samples, checksum
 from lockstep.data.loader import BadSample, LoadOptions, MicroBatch, Request, load, to_device
-from lockstep.data.order import BatchSplit, mix, seed_cpu, seed_device
+from lockstep.data.order import BatchSplit, Purpose, mix, seed_cpu, seed_device
 from lockstep.data.stream import StreamOrder
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.reduction_tree import ReductionTree
@@ -33,9 +33,6 @@ from lockstep.train.step_parts import Objective, autocast
 from lockstep.train.strategies.reproducible import Arithmetic
 from lockstep.train.task import Loss, Task
 from lockstep.train.trainer import Trainer
-
-# A separate stream of random numbers for evaluation; see the purposes in step.py.
-_EVALUATE = 5
 
 
 @dataclass(frozen=True)
@@ -133,7 +130,7 @@ class Inference:
 
     def _batches(self, samples: Any) -> Iterator[MicroBatch]:
         """Yield this rank's samples, part after part, in batches of the size of training; of a stream, in its order."""
-        split, seed, requests = self.split, mix(self.settings.seed, _EVALUATE), []
+        split, seed, requests = self.split, mix(self.settings.seed, Purpose.EVALUATE), []
         if isinstance(samples, IterableDataset):
             batches = _one_by_one(StreamOrder(self.batch_size, seed, num_epochs=1), samples, split, self.loading)
         else:

@@ -29,7 +29,6 @@ import copy
 import gc
 import itertools
 import os
-import pickle
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -52,11 +51,14 @@ from lockstep.comm.collectives import (
     broadcast_coalesced,
     broadcast_object,
     has_all_gather,
+    packed_state,
+    unpacked_state,
     wait_for_transfer,
 )
 from lockstep.comm.generations import Membership
 from lockstep.comm.world import World
 from lockstep.containers import map_tensors
+from lockstep.data.loader import BadSample
 from lockstep.data.stream import Stateful
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError, tells_of_others
 from lockstep.parallel.consistency import Buffers, Replica, checksum, refuse_difference, replica_of
@@ -69,10 +71,13 @@ from lockstep.rank_files import Arrival, Generation, RecoveryReport, launcher_fo
 from lockstep.telemetry.heartbeat import num_calls
 from lockstep.telemetry.recorder import Place, end_recoveries, num_recorded, record_recovery
 from lockstep.torch_internals import version_of
-from lockstep.train.skipping import BufferSnapshot
+from lockstep.train.evaluate import Evaluation
+from lockstep.train.skipping import BufferSnapshot, NonFiniteStep, Origin
 
 # Size of a message with state.
 _CHUNK_BYTES = 64 * 2**20
+# What the state of a run of `fit` holds beside numbers and strings.
+_OF_FIT = (Evaluation, BadSample, NonFiniteStep, Origin)
 
 
 @runtime_checkable
@@ -421,7 +426,7 @@ class Changes:
         self._begin()
         num_updates, num_calls_before, is_stepping = 0, num_calls(), False
 
-        def update(optimizer: Optimizer) -> None:
+        def update(optimizer: Optimizer, _loss: Any) -> None:
             nonlocal num_updates, num_calls_before, is_stepping
             if is_stepping:  # by means of another optimizer or of its base class, or with a closure once more
                 return before_step(False)
@@ -553,6 +558,9 @@ def exchange_state(
 
     Called by these two ranks only. Blocks until complete. Tensors arrive on the device that they come from.
     ``refuse_cut`` raises an error if what has arrived is of no use.
+
+    Raises:
+        ConfigurationError: At the source: a part of the state holds what cannot be sent; see `unpacked_state`.
     """
     is_source = group.rank() == source
     tensors: list[Tensor] = []
@@ -568,17 +576,26 @@ def exchange_state(
 
     carrier = device if has_all_gather(group, device) else torch.device("cpu")  # Gloo sends from host memory only
     # The structure first, with tensors that have a shape only.
-    structure = map_tensors(state, take_out) if is_source else None
-    data = pickle.dumps((structure, [tensor.is_cpu for tensor in tensors]))
-    size = torch.tensor([len(data)], device=carrier)
+    structure = map_tensors(state, take_out) if is_source else {}
+    for name, part in structure.items():
+        try:
+            unpacked_state(packed_state(part), _OF_FIT)
+        except ValueError as error:
+            raise ConfigurationError(
+                f"The state of {name} cannot be sent to the rank that takes the place of a lost one. {error}\n"
+                "Return tensors, numbers, strings and arrays of numbers from its state_dict(), in lists, tuples, sets "
+                "and dicts."
+            ) from error
+    data = packed_state((structure, [tensor.is_cpu for tensor in tensors]))
+    size = torch.tensor([data.numel()], device=carrier)
     _send_or_receive(size, source, to, group)
     refuse_cut()
-    message = torch.frombuffer(bytearray(data if is_source else int(size)), dtype=torch.uint8).to(carrier)
+    message = (data if is_source else torch.empty(int(size), dtype=torch.uint8)).to(carrier)
     _send_or_receive(message, source, to, group)
     refuse_cut()
     received: dict[str, Any] = {}
     if not is_source:
-        structure, are_on_host = pickle.loads(message.cpu().numpy().tobytes())
+        structure, are_on_host = unpacked_state(message, _OF_FIT)
         received = map_tensors(structure, put_in)
     for tensor in tensors:
         for part in tensor.reshape(-1).view(torch.uint8).split(_CHUNK_BYTES):

@@ -25,6 +25,7 @@ from lockstep.telemetry.figures import EVALUATION, StragglerReporter
 from lockstep.telemetry.record import EventName, kind_of
 from lockstep.train.callbacks import Callbacks, EarlyStopping, RunView
 from lockstep.train.checkpoints.model_state import check_export
+from lockstep.train.checkpoints.object_store import place_of
 from lockstep.train.evaluate import Evaluation, Evaluator, Inference
 from lockstep.train.plan import Plan, devices_of, plural
 from lockstep.train.profiling import AroundStep
@@ -45,7 +46,7 @@ _NUM_NAMED = 5
 # What a rank that takes the place of a lost one gets from another.
 _OF_RUN = (
     *("_due", "stops", "_has_evaluated", "_evaluations", "_best", "has_new_best"),
-    *("_checkpoint", "_announced", "_saved", "_found", "_first_step", "num_steps", "_saves_after"),
+    *("_saved", "_found", "_first_step", "num_steps", "_saves_after"),
 )
 
 # --- what rank zero prints -------------------------------------------------------------------------------------------
@@ -243,6 +244,9 @@ class Run:
             self._ends_after, self._saves_after = state.get("requested", (None, None))
             # A stopped run has saved without the evaluation that was due after the same step.
             self._due = ["evaluate"] * (state["owes_evaluation"] and self._evaluator is not None)
+            if self._ends_after == self.num_steps_done:  # saved as at the end: then more steps may be asked for
+                self._due.append("save")
+                self._saved = None
         return [f"passed over the checkpoint {why}" for why in self._checkpoints.passed_over]
 
     def progress(self) -> str:
@@ -410,13 +414,15 @@ class Run:
         lists = [trainer.nonfinite.found, trainer.bad_samples.skipped]
         seconds = time.perf_counter() - self._started_at
         done = {"throughput": self._throughput.state(), "callbacks": self._callbacks.state_dict()}
-        return {"own": of_run, "lists": lists, "seconds": seconds, **done}
+        places = [place and str(place) for place in (self._checkpoint, self._announced)]
+        return {"own": of_run, "lists": lists, "seconds": seconds, "places": places, **done}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Use the `state_dict` of another rank."""
         trainer = self.trainer
         for name in _OF_RUN:
             setattr(self, name, state["own"][name])
+        self._checkpoint, self._announced = (place and place_of(place) for place in state["places"])
         trainer.nonfinite.found[:], trainer.bad_samples.skipped[:] = state["lists"]
         self._callbacks.load_state_dict(state["callbacks"])
         self._throughput.load(state["throughput"])
@@ -500,7 +506,8 @@ class Run:
         best = None if self._best is None else asdict(self._best)
         state = self.trainer.state_dict() | {"best": best, "owes_evaluation": owes_evaluation}
         state["callbacks"] = self._callbacks.state_dict()
-        is_ending = step < self.num_steps < self.trainer.plan.num_steps
+        # Also if a signal came with the last step that was asked for: the run has not ended.
+        is_ending = (step < self.num_steps or self.stops) and self.num_steps < self.trainer.plan.num_steps
         state["requested"] = self.num_steps if is_ending else None, self._saves_after
         self._checkpoint = self._checkpoints.save(state, step=step, metrics=metrics)
         self._saved = (step, loss)

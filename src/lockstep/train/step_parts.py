@@ -21,7 +21,7 @@ from lockstep.accelerator import upload
 from lockstep.comm.collectives import Group, all_reduce, all_reduce_work
 from lockstep.comm.fully_shard import local_part
 from lockstep.data.loader import MicroBatch
-from lockstep.data.order import mix, seed_cpu, seed_device
+from lockstep.data.order import Purpose, mix, seed_cpu, seed_device
 from lockstep.errors import ConfigurationError, OutOfMemory
 from lockstep.parallel.flat import are_finite, combine_norms, list_norms, multiply_
 from lockstep.parallel.zero.optimizer import norm_of_shards
@@ -503,9 +503,6 @@ class AveragedWeights:
 
 # --- random numbers ---------------------------------------------------------------------------------------------------
 
-# Separate streams of random numbers for initial weights, dropout, generated data and the optimizer.
-INIT, FORWARD, DATA, UPDATE = 3, 4, 7, 8
-
 
 class Seeds:
     """Seeds the generators of this process and of its devices.
@@ -529,7 +526,7 @@ class Seeds:
 
     def forward(self, micro: MicroBatch, index: int) -> None:
         """Seed the generators for a micro-batch; different for each step, micro-batch and share."""
-        position = (self._seed, FORWARD, micro.step, index)
+        position = (self._seed, Purpose.FORWARD, micro.step, index)
         seed_cpu(mix(*position, self._shares.start))
         if self._on_device:
             for share, device in zip(self._shares, self._devices, strict=False):

@@ -20,7 +20,7 @@ from lockstep.comm.collectives import Group, all_gather_object, all_reduce
 from lockstep.comm.world import World
 from lockstep.data.comparison import check_same_samples
 from lockstep.data.loader import BatchIterator, LoadOptions, MicroBatch, load_order
-from lockstep.data.order import ShardOrder
+from lockstep.data.order import Purpose, ShardOrder
 from lockstep.data.shards import HasShardOrder
 from lockstep.data.stream import StreamOrder
 from lockstep.errors import CheckpointError, ConfigurationError
@@ -159,7 +159,7 @@ class Trainer:
     def _build(self, task: Task, shards: VirtualShards | None) -> None:
         """Build data and model."""
         settings = self.settings
-        self._seeds.all(step_parts.DATA)
+        self._seeds.all(Purpose.DATA)
         self.samples = build_dataset(task)
         num_samples = None if isinstance(self.samples, IterableDataset) else len(self.samples)
         ordered = self.samples if isinstance(self.samples, HasShardOrder) else None
@@ -174,7 +174,7 @@ class Trainer:
 
         # Seeded again, because the data set may have drawn random numbers: all ranks must get the same weights. Under
         # fsdp the whole model need not fit on a device; on the meta device it needs no memory at all.
-        self._seeds.all(step_parts.INIT)
+        self._seeds.all(Purpose.INIT)
         is_divided = self._name == "fsdp"
         self._model = build_model(task, "cpu" if is_divided else self.device, keeps_meta=is_divided)
         if settings.compile and not is_divided:
@@ -519,7 +519,7 @@ class Trainer:
     ) -> None:
         """Run forward and backward of a micro-batch with its random numbers, and gradients summed if ``sync``."""
         self._seeds.forward(micro, index)
-        seed = partial(self._seeds.all, step_parts.FORWARD, micro.step, 0)
+        seed = partial(self._seeds.all, Purpose.FORWARD, micro.step, 0)
         all_have_samples = partial(self.bad_samples.all_have_samples, micro, index, self.plan.split)
         context = strategies.Pass(1.0 / micro.num_global, sync, timer, on_losses, seed, all_have_samples, self.scaler)
         self.strategy.run(micro, context)
@@ -561,7 +561,7 @@ class Trainer:
             step: Counted from 0.
         """
         self.update_average()  # of the last step: now its parameters have been gathered, and its gradient was checked
-        self._seeds.all(step_parts.UPDATE, step)  # some optimizers draw random numbers
+        self._seeds.all(Purpose.UPDATE, step)  # some optimizers draw random numbers
         in_backward = self.policy is Update.IN_BACKWARD
         scale = 1.0 if self.scaler is None else self.scaler.scale
         norm, factor = self._gradients.norm(), None

@@ -92,6 +92,23 @@ class Notes:
         return self.others
 
 
+def test_a_recovery_while_the_store_is_read_counts_in_all_figures_from_then_on():
+    shown = Kept()
+    recorder, _ = recorder_of()
+    recorder._deliveries = [shown]
+
+    class Board(Notes):
+        def read(self):
+            if not shown.snapshots:  # the training thread recovers meanwhile
+                recorder.go_on(Event(event="recovery", step=1), Place(0, 3))
+            return super().read()
+
+    recorder.keys = Board()
+    for _ in range(2):
+        recorder.report()
+    assert [snapshot.world_size for snapshot in shown.snapshots] == [3, 3]
+
+
 def test_means_over_the_steps_since_the_last_look():
     found = RankMeans(0, "cpu", first_step=7)
     for number, factor in ((7, 10.0), (8, 1.0), (9, 3.0)):

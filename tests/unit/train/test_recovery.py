@@ -1,16 +1,21 @@
 """What a block of a script changes, and the way back to its begin."""
 
 import contextlib
+from pathlib import PurePosixPath
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from lockstep.comm.collectives import packed_state, unpacked_state
+from lockstep.data.loader import BadSample
 from lockstep.errors import CollectiveError, ConfigurationError
 from lockstep.train import recovery
+from lockstep.train.evaluate import Evaluation
 from lockstep.train.recovery import Changes, Recovery, exchange_state
-from lockstep.train.skipping import BufferSnapshot
+from lockstep.train.skipping import BufferSnapshot, NonFiniteStep, Origin
 
 
 class Running:
@@ -156,13 +161,40 @@ def test_what_comes_before_an_update(monkeypatch, is_lost):
     assert calls == [("send", 3), ("wait", "cuda"), "is_cut"]
 
 
+def test_a_state_that_only_pickle_can_send_is_refused_at_the_source(monkeypatch):
+    moved = []
+    monkeypatch.setattr(recovery, "has_all_gather", lambda group, device: True)
+    monkeypatch.setattr(recovery, "_send_or_receive", lambda tensor, *_: moved.append(tensor))
+    state = {"scheduler": {"last_lr": [np.float64(0.1)], "seen": {1}}, "files": {"path": PurePosixPath("a")}}
+    message = (
+        r"^The state of files cannot be sent to the rank that takes the place of a lost one\. It holds "
+        r"pathlib\S*PurePosixPath\.\nReturn tensors, numbers, "
+    )
+    group = SimpleNamespace(rank=lambda: 1)
+    with pytest.raises(ConfigurationError, match=message):
+        exchange_state(state, 1, 0, group, torch.device("cpu"), bool)
+    assert moved == []
+
+
+def test_what_a_run_has_found_so_far_can_be_sent():
+    origin = Origin(rank=1, micro=0, samples=[3], faulty=[3], loss="nan")
+    found = [
+        NonFiniteStep(step=2, epoch=0, origins=(origin,), parameter="a", num_ranks=2, num_micro=1, again=True),
+        BadSample(sample=4, epoch=0, step=1, cause="it is empty", others=(5,)),
+        Evaluation(step=3, metrics={"loss": 0.5}),
+    ]
+    received = unpacked_state(packed_state(found), recovery._OF_FIT)
+    assert received == found and [*map(type, received)] == [*map(type, found)]
+
+
 @pytest.mark.parametrize("num_good", [0, 1, 2])
 def test_a_state_that_was_cut_is_refused_before_it_is_read(monkeypatch, num_good):
-    # Size, structure and tensors: an aborted message leaves anything, such as a huge size, or code to unpickle.
+    # Size, structure and tensors: an aborted message leaves anything, such as a huge size.
     read, moved, checked = [], [], []
     monkeypatch.setattr(recovery, "has_all_gather", lambda group, device: True)
     monkeypatch.setattr(recovery, "_send_or_receive", lambda tensor, *_: moved.append(tensor))
-    monkeypatch.setattr(recovery.pickle, "loads", lambda data: read.append(data) or ({"value": torch.empty(2)}, [True]))
+    message = {"value": torch.empty(2)}, [True]
+    monkeypatch.setattr(recovery, "unpacked_state", lambda *data: read.append(data) or message)
 
     def refuse_cut():
         checked.append(len(moved))

@@ -81,9 +81,9 @@ def live_reducers() -> list[Reducer]:
     return list(_reducers)
 
 
-def _before_update(optimizer: Optimizer) -> None:
+def _before_update(optimizer: Optimizer, loss: Any) -> None:
     for reducer in live_reducers():
-        reducer.before_update(optimizer)
+        reducer.before_update(optimizer, loss)
 
 
 class Reducer:
@@ -362,8 +362,11 @@ class Reducer:
         if self.scaling is not None or self.weights.window is not None or self.weights.shares_batch:
             hook_tensors(output, partial(self._on_output, scaling=self.scaling, is_local=True))
 
-    def before_update(self, optimizer: Optimizer) -> None:
-        """Record that ``optimizer`` is about to step; refuse it if gradients of ours are not averaged yet."""
+    def before_update(self, optimizer: Optimizer, loss: Any) -> None:
+        """Record that ``optimizer`` is about to step; refuse it if gradients of ours are not averaged yet.
+
+        ``loss`` is what its closure has returned. Collective with LBFGS, see `Updates.refuse_search`.
+        """
         index_of, step = self.bucket_set.index_of, self._step
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         updated = (index_of[id(parameter)] for parameter in parameters if id(parameter) in index_of)
@@ -381,6 +384,7 @@ class Reducer:
             self._used.update(self._drain())
             self._updates.refuse_local(optimizer, indices, self._used)
         self._updates.count()
+        self._updates.refuse_search(optimizer, loss)
 
     # --- a step opens -----------------------------------------------------------------------------------------------
 

@@ -5,20 +5,24 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from functools import partial
 from typing import Any
 
+import torch
+from torch.optim import LBFGS
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from lockstep.comm.collectives import Group
+from lockstep.comm.collectives import Group, all_gather_object
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.compile import keep_out_of_graphs
 from lockstep.parallel.ddp.buckets import BucketSet
 from lockstep.parallel.ddp.weighting import Weights, all_zero
 from lockstep.telemetry.heartbeat import num_calls
 
-_functions: dict[Callable[[Optimizer], None], None] = {}
+# Called with the optimizer, and with what its closure has returned; None without a closure.
+BeforeUpdate = Callable[[Optimizer, Any], None]
+_functions: dict[BeforeUpdate, None] = {}
 _hooks: list[Any] = []  # of all optimizers, once in a process
 
 
-def call_before_updates(function: Callable[[Optimizer], None]) -> Callable[[], object]:
+def call_before_updates(function: BeforeUpdate) -> Callable[[], object]:
     """Call ``function`` before each update by an optimizer in this process: after its closure, if it is given one.
 
     Returns:
@@ -27,9 +31,9 @@ def call_before_updates(function: Callable[[Optimizer], None]) -> Callable[[], o
 
     @keep_out_of_graphs
     def before_update(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        def call_all() -> None:
+        def call_all(loss: Any = None) -> None:
             for callback in list(_functions):
-                callback(optimizer)
+                callback(optimizer, loss)
 
         closure = kwargs.get("closure", next(iter(args[1:]), None))
         if not callable(closure):
@@ -37,7 +41,7 @@ def call_before_updates(function: Callable[[Optimizer], None]) -> Callable[[], o
 
         def call_closure() -> Any:
             loss = closure()
-            call_all()
+            call_all(loss)
             return loss
 
         if "closure" in kwargs:
@@ -137,6 +141,27 @@ class Updates:
         if not self._has_warned and (self._accumulates or not may_be_averaged):
             self._has_warned = True
             warnings.warn(message, stacklevel=2)
+
+    def refuse_search(self, optimizer: Optimizer, loss: Any) -> None:
+        """Refuse a line search on the loss of each rank: the ranks would take other steps, and pair other closures.
+
+        Collective if the optimizer searches: every rank. Called after each evaluation of its closure.
+
+        Raises:
+            ConfigurationError: On every rank: the losses differ.
+        """
+        if not isinstance(optimizer, LBFGS) or optimizer.param_groups[0]["line_search_fn"] is None:
+            return
+        own, device = float(torch.as_tensor(loss).detach()), self._bucket_set.parameters[0].device
+        losses = all_gather_object(own, group=self._group, device=device)
+        if len(set(map(repr, losses))) > 1:  # as text: NaN differs from itself
+            raise ConfigurationError(
+                f"{self._name(optimizer)} searches along a line by the loss that its closure returns, which is "
+                f"{losses[0]} on rank 0, and {next(loss for loss in losses if repr(loss) != repr(losses[0]))} on "
+                "another rank: the ranks would take different steps.\n"
+                "Return the mean over the ranks from the closure, after backward: loss = loss.detach(); "
+                "torch.distributed.all_reduce(loss); return loss / world_size."
+            )
 
     def _name(self, optimizer: Optimizer) -> str:
         return f"Rank {self._group.rank()}: {type(optimizer).__name__}.step()"

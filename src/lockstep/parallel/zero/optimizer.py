@@ -514,7 +514,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _use_reducer(self, reducer: Reducer | None, mode: Mode) -> None:
         self._reducer = reducer
         if reducer is not None:
-            self._slices = ReduceScatterMean(reducer, self.process_group, mode)
+            if isinstance(reducer.reduction, ReduceScatterMean):  # of an optimizer that is gone
+                reducer.reduction.release(reducer)
+            self._slices = ReduceScatterMean(reducer, self.process_group, mode, self)
             reducer.set_reduction(self._slices)
             reducer.observers.append(self._slices)
 

@@ -3,6 +3,7 @@
 import gc
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from enum import Enum
@@ -122,12 +123,17 @@ class ReduceScatterMean(BucketReduction):
         reducer: The reducer of the buckets.
         group: The ranks that take part.
         mode: Whether the script has asked for slices.
+        optimizer: That which needs no more than its slices.
+
+    Attributes:
+        optimizer: A weak reference to it.
     """
 
     finishes_alone = False
 
-    def __init__(self, reducer: Reducer, group: Group, mode: Mode) -> None:
+    def __init__(self, reducer: Reducer, group: Group, mode: Mode, optimizer: Optimizer) -> None:
         self._bucket_set, self._group, self.mode = reducer.bucket_set, group, mode
+        self.optimizer = weakref.ref(optimizer)
         self.leaves_whole = mode is not Mode.ALWAYS
         self._whole = AllReduceMean(group)
         self.takes_pieces = self._whole.takes_pieces
@@ -163,6 +169,12 @@ class ReduceScatterMean(BucketReduction):
         """Record that the gradients have been used or discarded."""
         self._reduced.clear()
         self._unwatch()
+
+    def release(self, reducer: Reducer) -> None:
+        """Let ``reducer`` reduce whole gradients again."""
+        self.reset()
+        reducer.observers.remove(self)
+        reducer.set_reduction(self._whole)
 
     def on_event(self, kind: Event, bucket: Bucket | None) -> None:
         """Handle an event of the reducer."""
@@ -279,8 +291,8 @@ def find_reducer(parameters: Sequence[nn.Parameter]) -> Reducer:
         return [reducer for reducer in live_reducers() if not ids.isdisjoint(map(id, reducer.bucket_set.parameters))]
 
     reducers = find_all()
-    if len(reducers) > 1:
-        gc.collect()  # an unused wrapper may still exist in a reference cycle, on some ranks only
+    if len(reducers) > 1 or any(isinstance(reducer.reduction, ReduceScatterMean) for reducer in reducers):
+        gc.collect()  # an unused wrapper or optimizer may still exist in a reference cycle, on some ranks only
         reducers = find_all()
     trained = {id(parameter) for reducer in reducers for parameter in reducer.bucket_set.parameters}
     if not reducers:
@@ -295,12 +307,19 @@ def find_reducer(parameters: Sequence[nn.Parameter]) -> Reducer:
     elif any(bucket.spec.sparse for bucket in reducers[0].bucket_set.buckets):
         problem = "the model has layers with sparse gradients"
         advice = "Build them with sparse=False, train them with an optimizer of their own"
-    elif not isinstance(reducers[0].reduction, AllReduceMean):
+    elif not _is_free(reducers[0]):
         problem = "the wrapper has compression, a communication hook, or another optimizer with shards"
         advice = "Use one or the other"
     else:
         return reducers[0]
     raise ConfigurationError(f"shard_gradients=True, but {problem}.\n{advice}, or leave shard_gradients out.")
+
+
+def _is_free(reducer: Reducer) -> bool:
+    """Return whether an optimizer can use slices: none does any more, and nothing else changes the reduction."""
+    reduction = reducer.reduction
+    is_left = isinstance(reduction, ReduceScatterMean) and reduction.optimizer() is None
+    return is_left or isinstance(reduction, AllReduceMean)
 
 
 def find_reducer_on_all(parameters: Sequence[nn.Parameter], group: Group) -> Reducer | None:

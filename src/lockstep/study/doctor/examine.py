@@ -1,10 +1,9 @@
 """Examine a machine, and a task, for a planned run, on one machine or on all machines of a job."""
 
-import pickle
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from textwrap import indent
 
 import torch
@@ -99,7 +98,7 @@ def examine_job(plan: Plan, env: RankEnv, environ: Mapping[str, str]) -> tuple[R
     report: Report | None = None
     if env.local_rank == 0:  # one rank examines a machine, and rank zero the task
         report = examine(plan if env.rank == 0 else replace(plan, target=None), environ)
-    own_part = {"versions": read_versions(), "report": pickle.dumps(report).hex()}
+    own_part = {"versions": read_versions(), "report": None if report is None else asdict(report)}
     try:
         with init(backend="gloo", device="cpu", timeout_s=RENDEZVOUS_S) as world:
             parts = all_gather_object(own_part, group=world.group)
@@ -111,9 +110,9 @@ def examine_job(plan: Plan, env: RankEnv, environ: Mapping[str, str]) -> tuple[R
         findings = worst_first([*judge(Job(plan, error=str(error))), *report.findings])
         missed = (*report.not_checked, NotChecked("versions of all ranks", "the ranks could not connect"))
         return replace(report, findings=findings, not_checked=missed), EXIT_CODE
-    reports = [pickle.loads(bytes.fromhex(part["report"])) for part in parts]
+    reports = [Report.of(part["report"]) for part in parts if part["report"] is not None]
     job = Job(plan, [part["versions"] for part in parts], link)
-    merged = merge([report for report in reports if report is not None], job)
+    merged = merge(reports, job)
     return merged if env.rank == 0 else None, merged.exit_code
 
 

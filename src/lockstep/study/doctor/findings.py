@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from lockstep.errors import ConfigurationError
 from lockstep.train.plan import plural
@@ -213,6 +213,13 @@ class Report:
     findings: tuple[Finding, ...]
     not_checked: tuple[NotChecked, ...]
     seconds: float = 0.0
+
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> Self:
+        """Return the report whose ``asdict`` came as JSON, from another rank."""
+        findings = tuple(Finding(**one | {"severity": Severity(one["severity"])}) for one in record["findings"])
+        missed = tuple(NotChecked(**one) for one in record["not_checked"])
+        return cls(**record | {"plan": Plan(**record["plan"]), "findings": findings, "not_checked": missed})
 
     @property
     def exit_code(self) -> int:

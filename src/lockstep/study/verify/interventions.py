@@ -25,7 +25,7 @@ from torch.utils.data import Dataset, IterableDataset
 from lockstep.accelerator import default_device
 from lockstep.comm.process import single_process_view
 from lockstep.containers import map_tensors
-from lockstep.data.order import ShardOrder, mix, seed_cpu
+from lockstep.data.order import Purpose, ShardOrder, mix, seed_cpu
 from lockstep.data.shards import HasShardOrder
 from lockstep.study.verify.fingerprint import DOUBLE, SINGLE, Fingerprint, Tolerance, fingerprint, fingerprint_model
 from lockstep.telemetry.instrument import Instrument
@@ -391,9 +391,6 @@ def _constant(func: Any, args: Any, kwargs: Any) -> Any:
     return result
 
 
-# Separates the random numbers of counterfactual runs from those that training draws from the same seed.
-_COUNTERFACTUAL = 40
-
 # The samples that a process loads: recorded, or replaced by those of another process.
 
 
@@ -591,7 +588,8 @@ class SandboxedTask:
         """Seed the random numbers of forward by step and share, or by step alone if shares must not differ."""
         if self._sandbox.experiment.watched:
             share = 0 if "random" in self._sandbox.experiment.off else self._share
-            seed_cpu(mix(self._sandbox.subject.settings.seed, _COUNTERFACTUAL, self._step, self._num_calls, share))
+            seed = self._sandbox.subject.settings.seed
+            seed_cpu(mix(seed, Purpose.COUNTERFACTUAL, self._step, self._num_calls, share))
 
     def _model(self) -> nn.Module:
         experiment = self._sandbox.experiment

@@ -11,17 +11,14 @@ from torch.utils.data import default_collate
 
 from lockstep.comm.world import World
 from lockstep.containers import map_tensors
-from lockstep.data.order import BatchSplit, mix, seed_cpu
+from lockstep.data.order import BatchSplit, Purpose, mix, seed_cpu
 from lockstep.errors import ConfigurationError
 from lockstep.study.verify.fingerprint import StepTrace, Trace, fingerprint, fingerprint_model, read_rates
 from lockstep.study.verify.interventions import Experiment, Given, Off, Sandbox, Subject, is_batch_norm, open_sandbox
 from lockstep.train.settings import StrategyName
-from lockstep.train.step_parts import INIT, LossModule, Objective, Part
+from lockstep.train.step_parts import LossModule, Objective, Part
 from lockstep.train.task import build_model, build_optimizer
 from lockstep.train.trainer import Trainer
-
-# Separates the random numbers of forward from those that training draws from the same seed.
-_FORWARD = 42
 
 Samples = Sequence[tuple[int | None, Any]]
 
@@ -33,14 +30,14 @@ class Share:
         self.number, self.device, self.seed = number, device, sandbox.subject.settings.seed
         self.task = sandbox.load_task(number).task
         # As in the loop of fit, so that all shares start from the same weights.
-        seed_cpu(mix(self.seed, INIT))
+        seed_cpu(mix(self.seed, Purpose.INIT))
         self.model = build_model(self.task, device)
         self.optimizer = build_optimizer(self.task, self.model)
         self._module = LossModule(self.model, Objective(self.task, "fp32"))
 
     def forward(self, samples: Samples, step: int) -> Part:
         """Return the loss on ``samples``."""
-        seed_cpu(mix(self.seed, _FORWARD, step, self.number))
+        seed_cpu(mix(self.seed, Purpose.REFERENCE_FORWARD, step, self.number))
         if not samples:
             return self._module(None, 0)  # type: ignore[no-any-return]
         batch = (self.task.collate or default_collate)([sample for _, sample in samples])

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from rich.console import Console
@@ -346,6 +346,10 @@ def test_a_report_as_json():
     assert record["verdict"] == "Found: 1 will hang or fail, 1 will be slow."
     assert record["findings"][0]["more"] == "lockstep doctor --explain threads-too-many"
     assert replace(REPORT, findings=()).verdict == "Nothing was found that would hang, falsify or slow this run."
+
+
+def test_a_report_from_another_machine_is_the_same_after_its_way_as_json():
+    assert Report.of(json.loads(json.dumps(asdict(REPORT)))) == REPORT
 
 
 def test_reports_of_machines_are_merged():
