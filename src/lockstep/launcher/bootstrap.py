@@ -24,12 +24,13 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder, SourceFileLoader
 from multiprocessing import current_process
 from pkgutil import resolve_name
 from types import ModuleType, TracebackType
 from typing import NoReturn
 
+import lockstep
 from lockstep import activity
 from lockstep.comm.shm import register_when_needed
 from lockstep.errors import RESUME_EXIT_CODE, LockstepError, is_of_signal_handler
@@ -215,7 +216,9 @@ def run_call(run_dir: str) -> None:
 
     _fresh_main()
     with open(os.path.join(run_dir, "call"), "rb") as sent:
-        sys.path[:], sources = pickle.load(sent)
+        path, sources = pickle.load(sent)
+        _forget_shadowed(path[0])
+        sys.path[:] = path
         for name, lines in sources.items():
             linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
         import cloudpickle
@@ -255,7 +258,34 @@ def _fresh_main() -> ModuleType:
 
 def _replace_first_path(path: str) -> None:
     if not sys.flags.safe_path:
+        _forget_shadowed(path)
         sys.path[0] = path
+
+
+# The interpreter imports the first before it knows the program; the second is the module that this file belongs to.
+_KEPT = {"encodings", "lockstep", "__main__", "__mp_main__"}
+
+
+def _forget_shadowed(folder: str) -> None:
+    """Forget imported modules whose names the program's folder has, too: ``python TARGET`` would import its files.
+
+    Who has imported them keeps them. Nothing in a folder precedes what is built in or frozen. Called before the folder
+    is on the path.
+    """
+    shadowed = set()
+    for name in {name.partition(".")[0] for name in sys.modules} - _KEPT:
+        spec = PathFinder.find_spec(name, [folder])
+        if spec is None or spec.loader is None or BuiltinImporter.find_spec(name) or FrozenImporter.find_spec(name):
+            continue
+        if getattr(sys.modules.get(name), "__file__", None) != spec.origin:
+            shadowed.add(name)
+    if shadowed and "torch" in sys.modules:
+        # Otherwise the parts that are imported later would get the program's files.
+        for name in ("torch._dynamo", *(f"lockstep.{name}" for name in lockstep.__all__)):
+            with contextlib.suppress(ImportError):
+                resolve_name(name)
+    for name in [name for name in sys.modules if name.partition(".")[0] in shadowed]:
+        del sys.modules[name]
 
 
 # Recording how the program ended, before peers notice: failure_report.py turns it into the launcher's message.
