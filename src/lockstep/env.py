@@ -260,8 +260,42 @@ def _from_slurm(env: Mapping[str, str]) -> RankEnv:
 
 def _is_batch_shell(env: Mapping[str, str]) -> bool:
     """Return whether this is the shell of an allocation, where SLURM_PROCID=0 does not mean that srun started us."""
-    in_step = "SLURM_STEP_ID" in env or "SLURM_STEPID" in env
-    return not in_step and (env.get("ENVIRONMENT") == "BATCH" or env.get("SLURM_JOB_NAME") in ("bash", "interactive"))
+    step = env.get("SLURM_STEP_ID", env.get("SLURM_STEPID"))
+    if step in _SHELL_STEPS:
+        return True
+    return step is None and (env.get("ENVIRONMENT") == "BATCH" or env.get("SLURM_JOB_NAME") in ("bash", "interactive"))
+
+
+# SLURM's own steps, from its slurm_protocol_defs.h: of the shell of salloc, and of a batch script.
+_SHELL_STEPS = ("4294967290", "4294967291")
+# Of Linux's first namespace, in which all processes are visible.
+_PID_NAMESPACE = "pid:[4026531836]"
+
+
+def check_step() -> None:
+    """Check that srun has started this process, if SLURM says so: in a shell that srun started the variables stay.
+
+    Raises:
+        ConfigurationError: No other task of its step runs on this machine.
+    """
+    names = "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"
+    environs = []
+    for folder in (Path("/proc/self"), *Path("/proc").glob("[0-9]*")):
+        with contextlib.suppress(OSError):  # of another user, or it has ended
+            variables = os.fsdecode((folder / "environ").read_bytes()).split("\0")
+            environ = dict(variable.partition("=")[::2] for variable in variables)
+            environs.append([environ.get(name) for name in names])
+    job, step, rank = environs[0] if environs else (None, None, None)
+    # A process that was forked may have variables that are not there, as may those that it looks for.
+    if job is None or rank is None or os.readlink("/proc/self/ns/pid") != _PID_NAMESPACE:
+        return
+    if not any(other[:2] == [job, step] and other[2] not in (None, rank) for other in environs):
+        raise ConfigurationError(
+            f"SLURM says that this process is task {rank} of several of job {job}, but no other one runs on this "
+            "machine: srun has not started it, or the others have ended.\n"
+            "Start all ranks with srun, as in: srun python train.py. For a single process in the shell of a step, "
+            "unset SLURM_PROCID."
+        )
 
 
 def _port_of_job(job: str) -> int:

@@ -139,8 +139,10 @@ class FailureRecord(Progress):
 # Graceful stop: a rank that can stop and save announces this; the launcher requests the stop; each rank then reports
 # its result.
 
-# The signals for a graceful stop: schedulers can send SIGUSR1 ahead of time.
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# The signals for a graceful stop. Schedulers send the early ones ahead of the end: SLURM any of them, submitit SIGUSR2,
+# Grid Engine and LSF SIGUSR2 or SIGXCPU, Flux SIGALRM.
+EARLY_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGALRM)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, *EARLY_SIGNALS)
 
 FIRST_CTRL_C_MESSAGE = b"lockstep: stopping after this step; Ctrl-C again stops at once\n"
 

@@ -135,6 +135,25 @@ def test_a_script_that_sets_what_torch_reads_when_it_is_imported_gets_new_interp
     assert (done.out, done.code) == ("False 1\n", 0)
 
 
+def test_files_beside_a_script_come_before_modules_of_that_name_that_are_already_imported(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import importlib, sys\n"
+        "names = 'statistics', 'random', 'os', 'time', 'click', 'yaml'\n"
+        "print([name for name in names if hasattr(importlib.import_module(name), 'own')])\n"
+        "if 'torch' in sys.modules: import lockstep; lockstep.fit  # its parts have Python's\n"
+    )
+    (tmp_path / "click").mkdir()
+    (tmp_path / "yaml").mkdir()
+    for name in ("statistics", "random", "os", "time", "click/__init__", "yaml/other"):
+        (tmp_path / f"{name}.py").write_text("own = True\n")
+    expected = subprocess.run([sys.executable, "-c", script.read_text()], cwd=tmp_path, capture_output=True, text=True)
+    assert expected.stdout == "['statistics', 'random', 'click']\n"
+    for fork in ("1", "0"):
+        done = lockstep("run", "--devices", "1", str(script), env={**os.environ, "LOCKSTEP_FORK": fork})
+        assert (done.out, done.code) == (expected.stdout, 0)
+
+
 def test_a_job_outlives_its_fork_server(tmp_path):
     (tmp_path / "train.py").write_text(
         "import os, psutil, sys\n"

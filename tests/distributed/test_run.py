@@ -1,8 +1,10 @@
 """`lockstep run`: what the script sees, and what the user sees when a rank fails."""
 
+import gzip
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -283,16 +285,47 @@ def test_a_failed_rank_does_not_wait_for_its_peers_to_leave(script):
     assert done.code == 1
 
 
-def test_hooks_and_exit_handlers_of_a_failing_script_still_run(script):
+def test_a_failing_script_ends_as_in_a_single_process(script, tmp_path):
     path = script(
-        "import atexit, sys\n"
+        "import atexit, gzip, logging, logging.handlers, multiprocessing.util, os, sys, tempfile, threading, weakref\n"
+        "import torch, torch.distributed as dist\n"
+        "rank, how = os.environ['RANK'], sys.argv[1]\n"
+        "dist.init_process_group('gloo')\n"
         "sys.excepthook = lambda kind, error, trace: print('hook', error)\n"
-        "atexit.register(lambda: print('exit handler, failed with', repr(sys.last_value)))\n"
-        "raise ValueError('boom')\n"
+        "atexit.register(lambda: print('exit handler', repr(getattr(sys, 'last_value', None))))\n"
+        "class Tracker:\n"
+        "    def __del__(self): report.write('destructor ')\n"
+        "report = open(rank + '.txt', 'w')\n"
+        "tracker = Tracker()\n"
+        "weakref.finalize(Tracker, report.write, 'finalizer ')\n"
+        "multiprocessing.util.Finalize(None, report.write, ('multiprocessing ',), exitpriority=1)\n"
+        "logs = logging.handlers.MemoryHandler(99, target=logging.StreamHandler(report))\n"
+        "logging.getLogger().addHandler(logs)\n"
+        "def main():\n"
+        "    folder, file = tempfile.TemporaryDirectory(dir='.'), tempfile.NamedTemporaryFile(dir='.')\n"
+        "    packed = gzip.open(rank + '.gz', 'wt')\n"
+        "    packed.write('packed')\n"
+        "    threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+        "    dist.barrier()\n"
+        "    pending = dist.all_reduce(torch.ones(1), async_op=True) if rank == '1' else None\n"
+        "    logging.warning('logged')\n"
+        "    if rank == '1': raise ValueError('boom') if how == 'raises' else SystemExit('a message')\n"
+        "    threading.Event().wait()\n"
+        "main()\n"
     )
-    done = lockstep("run", "--devices", "1", path)
-    assert done.out == "hook boom\nexit handler, failed with ValueError('boom')\n"
-    assert "lockstep: Rank 0 failed: ValueError: boom" in done.err
+    for how, out, err in (
+        ("raises", "hook boom\n[rank 1] exit handler ValueError('boom')\n", "Rank 1 failed: ValueError: boom\n"),
+        ("leaves", "exit handler None\n", "Rank 1 left with exit code 1 (SystemExit: a message at "),
+    ):
+        done = lockstep("run", "--devices", "2", path, how, cwd=tmp_path)
+        assert done.out == f"[rank 1] {out}" and f"lockstep: {err}" in done.err
+        assert ("[rank 1] a message\n" in done.err) == (how == "leaves")
+        words = (tmp_path / "1.txt").read_text().split()
+        assert sorted(words) == ["destructor", "finalizer", "logged", "multiprocessing"]
+        assert gzip.decompress((tmp_path / "1.gz").read_bytes()) == b"packed"
+        assert len([path for path in tmp_path.iterdir() if path.name.startswith("tmp")]) == 2  # of rank 0, was killed
+        for each in tmp_path.glob("tmp*"):
+            shutil.rmtree(each) if each.is_dir() else each.unlink()
 
 
 @pytest.mark.soak

@@ -205,10 +205,10 @@ def fit(task, folder, **settings):
 
 @pytest.mark.parametrize(
     ("number", "name", "code"),
-    [(signal.SIGTERM, "SIGTERM", 75), (signal.SIGUSR1, "SIGUSR1", 75), (signal.SIGINT, "SIGINT", 130)],
+    [(signal.SIGTERM, "SIGTERM", 75), (signal.SIGUSR2, "SIGUSR2", 75), (signal.SIGINT, "SIGINT", 130)],
 )
 def test_in_one_process(tmp_path, capfd, number, name, code):
-    before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
+    before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)]
     whole = fit(make_task(eval_dataset=samples), tmp_path / "whole")
     assert (whole.stopped, whole.exit_code) == (None, 0)
     result = fit(task_that_signals(number, at=4), tmp_path / "run", quiet=False)
@@ -229,7 +229,7 @@ def test_in_one_process(tmp_path, capfd, number, name, code):
     assert result.losses + rest.losses == whole.losses
     same = [read_state(each.checkpoint) for each in (rest, whole)]
     assert all(torch.equal(value, same[1]["model"][key]) for key, value in same[0]["model"].items())
-    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)] == before
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)] == before
 
 
 def test_ctrl_c_twice_stops_at_once(tmp_path):

@@ -136,6 +136,29 @@ def test_a_batch_script_without_srun_is_a_world_of_one(shell):
     assert RankEnv.from_environ(env).world_size == 1
 
 
+@pytest.mark.parametrize("step", ["4294967290", "4294967291"])
+def test_the_shell_of_salloc_is_a_world_of_one(step):
+    assert RankEnv.from_environ({**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_ID": step}).world_size == 1
+
+
+@pytest.mark.skipif(os.readlink("/proc/self/ns/pid") != env._PID_NAMESPACE, reason="other processes may be hidden")
+def test_a_task_that_srun_has_not_started_is_told_so():
+    def task(rank, *command):
+        place = f"SLURM_JOB_ID={os.getpid()}", "SLURM_STEP_ID=0", f"SLURM_PROCID={rank}"
+        return subprocess.Popen(["env", *place, *command], stderr=subprocess.PIPE, text=True)
+
+    check = sys.executable, "-c", "from lockstep.env import check_step; check_step()"
+    alone = task(0, *check)
+    assert alone.communicate(timeout=60)[1].endswith(
+        f"ConfigurationError: SLURM says that this process is task 0 of several of job {os.getpid()}, but no other "
+        "one runs on this machine: srun has not started it, or the others have ended.\nStart all ranks with srun, as "
+        "in: srun python train.py. For a single process in the shell of a step, unset SLURM_PROCID.\n"
+    )
+    with task(1, "sleep", "60") as other:
+        assert task(0, *check).communicate(timeout=60) == (None, "")
+        other.kill()
+
+
 def test_open_mpi_on_one_machine_needs_no_master():
     found = RankEnv.from_environ(OPEN_MPI)
     assert found == RankEnv(1, 1, 2, 2, 0, "127.0.0.1", found.master_port, Launcher.OPEN_MPI)

@@ -31,7 +31,7 @@ from lockstep.comm.collectives import backend_name
 from lockstep.comm.process import keep_freed_memory, make_forks_safe
 from lockstep.comm.shm.process_group import CpuProcessGroup
 from lockstep.comm.store import read_present
-from lockstep.env import Launcher, RankEnv
+from lockstep.env import Launcher, RankEnv, check_step
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError, RankFailed
 
 
@@ -501,6 +501,8 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
         return world
     # Before any use of the device, so that a wrong environment is an error of its own.
     env = RankEnv.from_environ(os.environ)
+    if env.launcher is Launcher.SLURM and env.local_world_size > 1:
+        check_step()
     # One limit for all stages: after a long wait for the store, less time is left to wait for the ranks.
     deadline = time.monotonic() + timeout_s
     met = rendezvous.join_rendezvous(env, timeout_s)

@@ -30,6 +30,7 @@ from lockstep.data.order import BatchSplit, GlobalOrder, Purpose, ShardOrder, mi
 from lockstep.data.tokens import TokenFiles
 from lockstep.env import check_socket_folder
 from lockstep.errors import DataError, LoaderDied, LockstepError
+from lockstep.rank_files import EARLY_SIGNALS
 
 # --- Samples that cannot be read
 
@@ -178,7 +179,7 @@ def _init_worker(num_threads: int | None, _worker: int) -> None:
     """Prepare a loader process."""
     # A terminal sends Ctrl-C to all processes of a command, and SLURM may send the signal before its time limit to all
     # processes of a task; the training process decides what to do. torch ends a loader process by SIGTERM.
-    for number in (signal.SIGINT, signal.SIGUSR1):
+    for number in (signal.SIGINT, *EARLY_SIGNALS):
         signal.signal(number, signal.SIG_IGN)
     multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_end_worker)  # type: ignore[attr-defined]
     # Torch has set it to 1 by now: ranks and their loader processes share the cores.

@@ -9,6 +9,8 @@ import atexit
 import contextlib
 import faulthandler
 import fcntl
+import gc
+import io
 import json
 import linecache
 import os
@@ -16,16 +18,19 @@ import runpy
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.machinery import SourceFileLoader
+from functools import partial
+from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder, SourceFileLoader
 from multiprocessing import current_process
 from pkgutil import resolve_name
 from types import ModuleType, TracebackType
 from typing import NoReturn
 
+import lockstep
 from lockstep import activity
 from lockstep.comm.shm import register_when_needed
 from lockstep.errors import RESUME_EXIT_CODE, LockstepError, is_of_signal_handler
@@ -211,7 +216,9 @@ def run_call(run_dir: str) -> None:
 
     _fresh_main()
     with open(os.path.join(run_dir, "call"), "rb") as sent:
-        sys.path[:], sources = pickle.load(sent)
+        path, sources = pickle.load(sent)
+        _forget_shadowed(path[0])
+        sys.path[:] = path
         for name, lines in sources.items():
             linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
         import cloudpickle
@@ -251,17 +258,46 @@ def _fresh_main() -> ModuleType:
 
 def _replace_first_path(path: str) -> None:
     if not sys.flags.safe_path:
+        _forget_shadowed(path)
         sys.path[0] = path
+
+
+# The interpreter imports the first before it knows the program; the second is the module that this file belongs to.
+_KEPT = {"encodings", "lockstep", "__main__", "__mp_main__"}
+
+
+def _forget_shadowed(folder: str) -> None:
+    """Forget imported modules whose names the program's folder has, too: ``python TARGET`` would import its files.
+
+    Who has imported them keeps them. Nothing in a folder precedes what is built in or frozen. Called before the folder
+    is on the path.
+    """
+    shadowed = set()
+    for name in {name.partition(".")[0] for name in sys.modules} - _KEPT:
+        spec = PathFinder.find_spec(name, [folder])
+        if spec is None or spec.loader is None or BuiltinImporter.find_spec(name) or FrozenImporter.find_spec(name):
+            continue
+        if getattr(sys.modules.get(name), "__file__", None) != spec.origin:
+            shadowed.add(name)
+    if shadowed and "torch" in sys.modules:
+        # Otherwise the parts that are imported later would get the program's files.
+        for name in ("torch._dynamo", *(f"lockstep.{name}" for name in lockstep.__all__)):
+            with contextlib.suppress(ImportError):
+                resolve_name(name)
+    for name in [name for name in sys.modules if name.partition(".")[0] in shadowed]:
+        del sys.modules[name]
 
 
 # Recording how the program ended, before peers notice: failure_report.py turns it into the launcher's message.
 
 # The exceptions that were recorded, by `id`, and when each was raised, in nanoseconds.
 _recorded: dict[int, tuple[BaseException, int]] = {}
-_exit_codes: list[int] = []
 
 # A process closes its connections a moment before its parent gets SIGCHLD.
 _SIGNAL_DELAY_S = 0.1
+
+# How long a failed rank may take to free its objects, after its exit handlers.
+_FREE_S = 5.0
 
 # In the names of files that are not the user's; and those of the frames that start the program.
 _STARTERS = (os.path.dirname(os.path.abspath(__file__)), runpy.__file__, "<frozen runpy>")
@@ -271,24 +307,23 @@ _LIBRARIES = ("site-packages", "dist-packages", os.path.dirname(os.__file__), os
 def run_recorded(program: Callable[[], None]) -> None:
     """Run the program; record how it ends before exit handlers run, which may take long, and which peers notice."""
     sys.excepthook = print_unless_recorded
-    # Registered first, so it runs after all others. Destructors of process groups may wait for peers that wait for
-    # this rank: a failed rank would hang instead of ending.
-    atexit.register(lambda: _exit_now(_exit_codes[-1]) if _exit_codes else None)
     try:
         program()
         record_end(None)
+        return
     except BaseException as error:
         try:
-            _end_after(error)
+            code = _record_failure(error)
         except Exception as cause:
             if not is_of_signal_handler(cause):
                 raise
             cause.__suppress_context__ = True
-            _end_after(cause.with_traceback(error.__traceback__))
+            code = _record_failure(cause.with_traceback(error.__traceback__))
+    _leave(code)  # outside the block, in which the exception holds the variables of the program's functions
 
 
-def _end_after(error: BaseException) -> NoReturn:
-    """Record an exception and end as the interpreter would. The handler of a signal may raise meanwhile."""
+def _record_failure(error: BaseException) -> int:
+    """Record and print an exception; return the exit status. The handler of a signal may raise meanwhile."""
     if isinstance(error, OSError | EOFError) and callable(signal.getsignal(signal.SIGCHLD)):
         # DataLoader's handler knows more about a connection to a process that was killed.
         time.sleep(_SIGNAL_DELAY_S)
@@ -301,13 +336,63 @@ def _end_after(error: BaseException) -> NoReturn:
         record_end(error)  # not failed: it has stopped when it was asked to, and nobody waits for it
     else:
         activity.now.fail(error)  # calls `record_end`
-    _exit_codes.append(code & 0xFF if isinstance(code, int) else 1)
     if isinstance(error, SystemExit):
-        raise error  # the interpreter prints and exits as usual
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+        return code & 0xFF if isinstance(code, int) else 1
     # As the interpreter would: exit handlers read it to see that the program failed.
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     sys.excepthook(type(error), error, trace)
-    sys.exit(code)
+    return int(code)
+
+
+def _leave(code: int) -> NoReturn:
+    """End a failed rank as the interpreter would, but free no process groups.
+
+    Their destructors may wait for peers that wait for this rank, so `torch.distributed` keeps them until the end.
+    """
+    join_threads = threading._shutdown  # type: ignore[attr-defined]
+    for action in (join_threads, atexit._run_exitfuncs, partial(_free_objects, code)):
+        with contextlib.suppress(BaseException):  # Ctrl-C, for example
+            action()
+    os._exit(code)
+
+
+def _free_objects(code: int) -> None:
+    """Free what the user's modules hold, which writes, closes and removes files; at most for a limited time."""
+    timer = threading.Timer(_FREE_S, os._exit, [code])
+    timer.daemon = True
+    timer.start()
+    # While a destructor waits without releasing the GIL, that thread cannot run.
+    faulthandler.dump_traceback_later(_FREE_S + 1, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115 - stays open
+    threading.excepthook = lambda _: None  # daemon threads lose their variables
+    for each in gc.get_objects():
+        if issubclass(type(each), io.IOBase):
+            with contextlib.suppress(Exception):  # it is closed
+                each.flush()
+    import ctypes
+
+    ctypes.CDLL(None).fflush(None)  # the output of native code
+    gc.collect()  # frames that refer to themselves, and to the exception
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+        vars(sys).pop(name, None)
+    _recorded.clear()
+    mains = ("__main__", "__mp_main__")
+    freed = {name: module for name, module in sys.modules.items() if name in mains or _is_of_user(module)}
+    for name in freed:
+        del sys.modules[name]
+    variables = [vars(module) for module in freed.values() if vars(module) is not globals()]
+    del freed
+    gc.collect()  # destructors still find the variables of their modules, if nothing else refers to these
+    for of_module in variables:
+        while of_module:
+            of_module.popitem()  # the newest first: it may use those before
+    gc.collect()
+
+
+def _is_of_user(module: ModuleType) -> bool:
+    path = getattr(module, "__file__", None)
+    return path is not None and not any(part in path for part in _LIBRARIES)
 
 
 def record_end(error: BaseException | None, *, is_failure: bool = True) -> None:
@@ -368,13 +453,6 @@ def user_line(frames: traceback.StackSummary) -> str:
     """Return file and line of the innermost frame that is neither an installed package, this one, nor Python itself."""
     user_frames = [frame for frame in frames if not any(part in frame.filename for part in _LIBRARIES)]
     return f"{last[0].filename}:{last[0].lineno}" if (last := (user_frames or list(frames))[-1:]) else ""
-
-
-def _exit_now(code: int) -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
-    os._exit(code)
 
 
 if __name__ == "__main__":

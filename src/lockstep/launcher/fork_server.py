@@ -40,11 +40,12 @@ from typing import Any, NoReturn, TextIO
 from lockstep.activity import log
 from lockstep.env import usable_cores
 from lockstep.launcher import bootstrap
+from lockstep.rank_files import STOP_SIGNALS
 
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 MOST_BYTES = 1 << 20
 # Schedulers signal all processes of a job, terminals all of a group; the server ends with its launcher.
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+_SIGNALS = (*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT)
 _POLL_S, _PAUSE_S, _EXIT_S = 0.01, 0.0005, 10.0
 # Variables that a new interpreter, the loader, or a library reads only once, when it is started or imported.
 _READ_ONCE = re.compile(

@@ -130,8 +130,12 @@ class Job:
 
     def handling_signals(self, names: str) -> AbstractContextManager[None]:
         """Handle the signals that torch elastic would, inside the block. Works in the main thread only."""
-        names += ",SIGUSR1" * (names == "SIGTERM,SIGINT,SIGHUP,SIGQUIT")  # torch elastic's default
-        return signal_handlers([signal.Signals[name.strip()] for name in names.split(",")], self._on_signal)
+        numbers = [signal.Signals[name.strip()] for name in names.split(",")]
+        if names == "SIGTERM,SIGINT,SIGHUP,SIGQUIT":  # torch elastic's default
+            # A program that calls `launch` may use the others for itself.
+            others = [each for each in rank_files.EARLY_SIGNALS if signal.getsignal(each) is signal.SIG_DFL]
+            numbers += {signal.SIGUSR1, *others}
+        return signal_handlers(numbers, self._on_signal)
 
     def _on_signal(self, number: int, _frame: object) -> None:
         """Request the ranks to stop at the first signal, if all of them can; end them at the next.
@@ -141,7 +145,7 @@ class Job:
         """
         sigval = signal.Signals(number)
         # Interrupts the main thread, possibly while it prints: so this function must not print.
-        self.num_signals += sigval != signal.SIGUSR1  # sent before SIGTERM
+        self.num_signals += sigval not in rank_files.EARLY_SIGNALS  # sent before SIGTERM
         if self.is_command and not self.has_started:
             # An exception could be lost: what torch does at a start catches some. The reaper removes what is left.
             signal.signal(sigval, signal.SIG_DFL)

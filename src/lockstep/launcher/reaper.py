@@ -109,7 +109,8 @@ def start_time(pid: int) -> str | None:
 def main(argv: list[str]) -> None:
     """Watch one run until the launcher is gone or has released the ranks, then clean up."""
     # Schedulers signal all processes of a job.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+    ends = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT
+    for number in (*ends, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGALRM):
         signal.signal(number, signal.SIG_IGN)
     run_dir, launcher_pid, orders, sign_in = argv[1], int(argv[2]), int(argv[3]), socket.socket(fileno=int(argv[4]))
     is_killing, order = False, b""

@@ -353,6 +353,8 @@ _PERIOD_S = 0.5
 _SETTLED_S = 1.0
 # After so many reports of a suspected hang, only a certain one is reported.
 _NUM_REPORTS = 5
+# How long a failed rank that others wait for may take to end: its exit handlers may have to send or write something.
+_END_S = 10.0
 
 
 @dataclass
@@ -382,7 +384,7 @@ class Watchdog:
         self._shared = None if self.store is None else SharedJudgement(self.store, self.num_nodes, self._judgement)
         self._over = threading.Event()
         self._samples: dict[int, deque[rank_state.Sample]] = {}
-        self._failed: set[int] = set()
+        self._failed: dict[int, float] = {}
         self._reported, self._num_reports = Verdict.FINE, 0
         self._thread = threading.Thread(target=self._run, name="lockstep-watchdog", daemon=True)
 
@@ -439,14 +441,15 @@ class Watchdog:
         return self.on_report(text, judged.verdict, awaited)
 
     def _end_failed(self, seen: Sequence[RankState]) -> None:
-        """Kill ranks that had failed at the last check and still run, if others wait for them.
+        """Kill ranks that failed some time ago and still run, if others wait for them.
 
         A rank has failed when its exception has left ``with lockstep.init()`` or the program.
         """
-        failed = {state.pid for state in seen if state.failure and state.pid}
+        now_s, limit_s = time.monotonic(), min(_END_S, self.patience_s / 2)
+        failed = {state.pid: self._failed.get(state.pid, now_s) for state in seen if state.failure and state.pid}
         # With several machines, those that wait may be on others.
         if self.num_nodes > 1 or any(state.operation for state in seen):
-            for pid in failed & self._failed:
+            for pid in [pid for pid, since_s in failed.items() if now_s - since_s > limit_s]:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
         self._failed = failed

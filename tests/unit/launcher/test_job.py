@@ -10,6 +10,7 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from lockstep import rank_files
 from lockstep.errors import Stopped, exit_code_after
+from lockstep.launcher.fork_server import signal_handlers
 from lockstep.launcher.job import Job
 
 SIGNALS = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2).signals_to_handle
@@ -58,6 +59,20 @@ def test_signals_that_are_only_passed_on_end_the_ranks_at_once(tmp_path):
         os.kill(os.getpid(), signal.SIGHUP)
         time.sleep(1)
     assert (ended.value.sigval, job.requested_for) == (signal.SIGHUP, None)
+
+
+@pytest.mark.parametrize("number", rank_files.EARLY_SIGNALS)
+def test_signals_that_schedulers_send_ahead_ask_unless_the_caller_handles_them(tmp_path, monkeypatch, number):
+    rank_files.announce_graceful_stop(tmp_path, 0)
+    job = Job(FakeReaper(tmp_path), ranks=range(1))
+    with signal_handlers((number,), signal.SIG_DFL), job.handling_signals(SIGNALS):
+        for _ in range(2):  # the second asks for nothing else
+            os.kill(os.getpid(), number)
+    assert (job.requested_for, rank_files.stop_reason(tmp_path)) == (number, number.name)
+    received = []
+    with signal_handlers((signal.SIGUSR2,), lambda *_: received.append("own")), job.handling_signals(SIGNALS):
+        os.kill(os.getpid(), signal.SIGUSR2)
+    assert received == ["own"]
 
 
 def test_the_user_chooses_which_signals_are_handled(tmp_path):
