@@ -293,7 +293,8 @@ class RepeatedBroadcast:
             broadcast(flat, group=self._group, src=src, operation=self._operation)
             for tensors, pieces in () if is_source else lists:
                 # With a new version, autograd would refuse a backward through tensors that it saved before.
-                with torch_internals.unsafe_preserve_version_counter(tuple(tensors)):
+                versioned = tuple(tensor for tensor in tensors if not tensor.is_inference())
+                with torch_internals.unsafe_preserve_version_counter(versioned):
                     torch_internals.foreach_copy_(tensors, pieces)
 
 

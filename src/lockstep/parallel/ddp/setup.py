@@ -262,7 +262,7 @@ class ModelSync:
             self._is_agreed, self._layout = self._is_agreed and layout == self._layout, layout
         return bool(self._buffers)
 
-    @torch.no_grad()
+    @torch.inference_mode()  # in which also buffers that were made in this mode may be written to
     def sync_buffers(self, *, src: int) -> None:
         """Overwrite the buffers that `find_buffers` has found with those of rank ``src``.
 
