@@ -9,7 +9,7 @@ from datetime import timedelta
 from functools import partial
 from operator import attrgetter, is_not
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -66,6 +66,22 @@ def default_group() -> Group:
     group = dist.group.WORLD
     assert group is not None
     return group
+
+
+def group_or_default(group: Any) -> Group:
+    """Return ``group``; if it is None, the default process group.
+
+    Raises:
+        ConfigurationError: This rank is not in it, or there is no default group yet.
+    """
+    if group is None:
+        return default_group()
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ConfigurationError(
+            f"Rank {dist.get_rank()} is not in the process_group: new_group() was called without this rank.\n"
+            "Use the group only on its ranks, or give each rank a group that it is in."
+        )
+    return cast("Group", group)
 
 
 def split_group(color: int, *, group: Group, device: torch.device) -> Group:

@@ -141,7 +141,7 @@ def checksum(tensors: Iterable[Tensor]) -> int:
 def _as_numbers(tensor: Tensor) -> Tensor:
     """Return the bits of a strided ``tensor`` as a flat tensor of 32-bit numbers, in memory order."""
     plain = tensor.detach().resolve_conj().resolve_neg()
-    flat = flatten_like(plain, plain)
+    flat = flatten_like(plain, plain).contiguous()  # that of a view may have gaps
     if flat.nbytes % 4:
         return flat.view(torch.uint8).to(torch.int32)
     if flat.storage_offset() * flat.itemsize % 4:  # not aligned to 32 bits

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lockstep import torch_internals
 from lockstep.comm import collectives
-from lockstep.comm.collectives import Group, Join, Joinable, JoinHook, default_group
+from lockstep.comm.collectives import Group, Join, Joinable, JoinHook, default_group, group_or_default
 from lockstep.comm.process import keep_freed_memory
 from lockstep.comm.world import World
 from lockstep.containers import find_tensors, hook_tensors
@@ -124,7 +124,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
                 raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
             self.device_mesh = device_mesh
             process_group = collectives.mesh_group(device_mesh, module)
-        self.process_group: Group = default_group() if process_group is None else process_group
+        self.process_group: Group = group_or_default(process_group)
 
         self.parameters_to_ignore = set(getattr(module, torch_internals.DDP_IGNORED, ()))
         self._module_parameters = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]

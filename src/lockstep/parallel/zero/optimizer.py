@@ -161,7 +161,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.initialized = False
         Optimizer.__init__(self, params, dict(defaults))
         Joinable.__init__(self)
-        self.process_group: Group = collectives.default_group() if process_group is None else process_group
+        self.process_group: Group = collectives.group_or_default(process_group)
         self.world_size, self.rank = self.process_group.size(), self.process_group.rank()
         self.parameters_as_bucket_view, self.overlaps = parameters_as_bucket_view, False
         self.has_hooks: bool | None = None
