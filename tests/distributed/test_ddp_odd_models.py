@@ -1,5 +1,6 @@
 """Outputs, layers and parameters of unusual kinds: the gradients of one process, or one error that names the cause."""
 
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -31,7 +32,9 @@ class Net(nn.Module):
                 with torch.no_grad():
                     return self.head(self.body(x))
             case "reentrant":
-                return checkpoint(lambda part: self.head(self.body(part)), x, use_reentrant=True)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # torch's own, of this mistake
+                    return checkpoint(lambda part: self.head(self.body(part)), x, use_reentrant=True)
             case "detached":
                 return self.head(self.body(x)).detach()
         return self.head(self.body(x).tanh())
@@ -46,9 +49,7 @@ def test_an_output_that_needs_no_gradient_on_any_rank_is_an_error(ranks, kind):
         model = lockstep.DistributedDataParallel(Net(kind))
         if kind == "frozen":
             model.requires_grad_(False)
-        with pytest.raises(
-            ConfigurationError, match=r"requires no gradient on any rank, so this step would train noth"
-        ):
+        with pytest.raises(ConfigurationError, match="output of the model requires no gradient on any rank"):
             model(inputs(world)[1]).square().mean().backward()
 
     ranks(2)(run)
@@ -90,6 +91,7 @@ OUTPUTS = {
     "namespace": (lambda a, b: SimpleNamespace(a=a, b=b), lambda out: (out.a, out.b)),
     "closure": (lambda a, b: lambda: (a, b), lambda out: out()),
     "distribution": (lambda a, b: (Independent(Normal(a, b.exp()), 1),), lambda out: (out[0].mean, out[0].stddev)),
+    "one kept elsewhere": (lambda a, b: KEPT.update(b=b) or a, lambda out: (out, KEPT.pop("b"))),
     "kept elsewhere": (lambda a, b: KEPT.update(pair=(a, b)), lambda _: KEPT.pop("pair")),
 }
 KEPT = {}
@@ -160,7 +162,7 @@ def test_a_first_forward_in_inference_mode_may_replace_buffers(ranks):
 def test_join_around_an_evaluation_of_uneven_length_and_training_behind_it(ranks):
     def run(world):
         model = lockstep.DistributedDataParallel(nn.Sequential(Net(), nn.BatchNorm1d(4, dtype=torch.float64)))
-        whole, mine = inputs(world)
+        _, mine = inputs(world)
         for mode in (torch.no_grad(), torch.inference_mode()):
             model.eval()
             with mode, model.join():
@@ -175,18 +177,22 @@ def test_join_around_an_evaluation_of_uneven_length_and_training_behind_it(ranks
 # --- layers and parameters --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "compile_part", [torch.jit.script, lambda part: torch.jit.trace(part, torch.ones(2, 4).double())]
-)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_torchscript_parts_train(ranks, compile_part):
+def traced(part):
+    return torch.jit.trace(part, torch.ones(2, 4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("to_script", [torch.jit.script, traced])
+def test_torchscript_parts_train(ranks, to_script):
     def run(world):
         def build():
             torch.manual_seed(0)
             return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()).double().eval()
 
         oracle = nn.Sequential(build(), Net())
-        model = lockstep.DistributedDataParallel(nn.Sequential(compile_part(build()), Net()))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            part = to_script(build())
+        model = lockstep.DistributedDataParallel(nn.Sequential(part, Net()))
         for step in range(2):
             whole, mine = inputs(world, step)
             model.zero_grad()
@@ -252,9 +258,7 @@ def test_a_rank_outside_of_the_process_group(ranks):
             lambda: lockstep.ZeroRedundancyOptimizer(Net().parameters(), torch.optim.SGD, process_group=group),
             lambda: lockstep.SyncBatchNorm(4, process_group=group)(torch.ones(2, 4)),
         ):
-            with pytest.raises(
-                ConfigurationError, match=r"^Rank 1 is not in the process_group: new_group\(\) was call"
-            ):
+            with pytest.raises(ConfigurationError, match=r"^Rank 1 is not in the process_group: "):
                 use()
 
     ranks(2)(run)

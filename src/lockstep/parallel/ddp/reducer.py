@@ -103,6 +103,8 @@ class Reducer:
     of the wrapper is one synchronised step, however many there are, unless it runs for ``autograd.grad`` and adds to no
     gradient of ours (`BucketSet.accumulates`). Outputs that we cannot find have no hooks: for these, the forward arms
     the reducer, and the first gradient opens the step. If no output was found, it stays armed until the next forward.
+    A step may lack gradients since the script computes a second loss of what the model has kept (``model.aux_loss``):
+    these open a step, too, unless there is a forward in between.
 
     [Note: when a bucket is launched]
     A bucket is launched when all its gradients have arrived and all buckets before it are launched. So every rank
@@ -196,6 +198,7 @@ class Reducer:
         # Whether a forward has announced a synchronised backward: if no hooked output has opened a step before, the
         # first gradient does. Otherwise gradients stay on this rank (no_sync, the bare module).
         self._is_armed = self._stays_armed = False
+        self._late: set[int] = set()  # parameters without a gradient in the last step, if there was no forward since
         self._learns = False  # whether some rank had a gradient in the last step
         self._has_graph = False  # whether a gradient was computed with a graph, through which no backward has come yet
         self._used: set[int] = set()  # parameters with a gradient since the last synchronised step, in no_sync() too
@@ -349,7 +352,7 @@ class Reducer:
                 f"Rank {self._group.rank()}: the last backward reached no output of the model that can be found, so "
                 "its gradients were not averaged.\nReturn all outputs as tensors, or in lists, dicts or dataclasses."
             )
-        self._is_armed = self._stays_armed = False
+        self._is_armed, self._stays_armed, self._late = False, False, set()
         if self.weights.window is not None:
             self.weights.window.on_forward()
 
@@ -476,7 +479,9 @@ class Reducer:
         if self._step is None or self._step.callback() is None:  # not is_collecting, without a call
             with self._lock:
                 if not self.is_collecting:  # unless another device's thread has opened the step in the meantime
-                    if not self._is_armed:
+                    if not self._is_armed and index in self._late:
+                        self._unscaled = self.scaling
+                    elif not self._is_armed:
                         self._used.update(self._drain(), (index,))
                         if self.weights.window is not None:
                             self.weights.window.on_local_gradient(index, self._used)
@@ -593,6 +598,9 @@ class Reducer:
                 self.bucket_set.rebuild(step.arrived, group=self._group)
                 if step.is_opened_by_output and self.weights.window is None:
                     self._watch_last(step.arrived)
+            if any(map(_missing_in, step.in_flight)):
+                self._late = set(range(len(self._hooks))) - self._used
+                self._watch(self._late)
             self._used = set()
             self._updates.begin_count()
             self.num_buckets_reduced = len(step.in_flight)
