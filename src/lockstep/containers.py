@@ -6,14 +6,17 @@ stay on the CPU.
 """
 
 import copy
+import gc
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
+from numbers import Number
 from operator import is_not
+from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 
@@ -95,13 +98,37 @@ def find_tensors(value: Any) -> Iterator[Tensor]:
         yield from find_tensors(item)
 
 
+# They hold no tensor, or others than those of one forward.
+_NOT_SEARCHED = str, bytes, Number, type, ModuleType, nn.Module
+_MAX_SEARCHED = 10_000
+
+
+def search_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield each tensor that ``value`` refers to once, also in objects of any class and in variables of functions."""
+    seen: set[int] = set()
+    left = [value]
+    while left and len(seen) < _MAX_SEARCHED:
+        part = left.pop()
+        if id(part) in seen or isinstance(part, _NOT_SEARCHED):
+            continue
+        seen.add(id(part))
+        if isinstance(part, Tensor):
+            yield part
+        elif isinstance(part, FunctionType):  # without the global variables
+            left += part.__closure__ or ()
+        else:  # the garbage collector knows what objects hold, in attributes, slots or C structures
+            left += gc.get_referents(part)
+
+
 def hook_tensors(value: Any, hook: Callable[[Any, Tensor], Tensor | None]) -> int:
     """Make autograd call ``hook`` for each tensor in ``value``, in every backward through it; return their number.
+
+    See `search_tensors`.
 
     Its arguments are the ``next_functions`` of the tensor's ``grad_fn``, and the gradient.
     """
     num_hooked = 0
-    for tensor in find_tensors(value):
+    for tensor in search_tensors(value):
         if tensor.grad_fn is not None:  # a hook on a leaf would be permanent
             tensor.register_hook(partial(hook, tensor.grad_fn.next_functions))
             num_hooked += 1

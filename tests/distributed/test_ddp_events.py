@@ -49,7 +49,7 @@ def observed(world, eager, weighed):
         oracle.zero_grad()
         batch = global_batch("mlp", 4 * world.world_size, step)
         if weighed:
-            model.weight(4)
+            model.mean_over(4)
         squared_error(model, share(batch, world.rank, world.world_size)).backward()
         squared_error(oracle, batch).backward()
         assert_gradients_equal(model.module, oracle)

@@ -31,8 +31,14 @@ class Layers(nn.Module):
 class Hidden:
     """An output in which no tensor can be found."""
 
+    held = None
+
     def __init__(self, tensor):
-        self.tensor = tensor
+        Hidden.held = tensor
+
+    @property
+    def tensor(self):
+        return Hidden.held
 
 
 class Hides(Layers):

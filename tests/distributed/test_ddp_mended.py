@@ -11,10 +11,14 @@ from tests.models import assert_gradients_equal
 class Hidden:
     """An output that the wrapper cannot look into."""
 
-    __slots__ = ("value",)
+    held = None
 
     def __init__(self, value):
-        self.value = value
+        Hidden.held = value
+
+    @property
+    def value(self):
+        return Hidden.held
 
 
 class HidesItsOutput(nn.Module):

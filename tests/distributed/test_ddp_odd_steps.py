@@ -120,7 +120,7 @@ def first_weights(world):
         oracle.zero_grad()
         whole, _ = inputs(world, step)
         parts = whole.split([3, 5])
-        model.weight(len(parts[world.rank]))
+        model.mean_over(len(parts[world.rank]))
         model(parts[world.rank]).square().mean().backward()
         oracle(whole).square().mean().backward()
         assert_gradients_equal(model.module, oracle)
@@ -406,8 +406,8 @@ def refused_steps(world):
         optimizer.step()
     assert str(caught.value) == (
         f"Rank {world.rank}: SGD.step() uses gradients that were not averaged over the ranks, first that of parameter "
-        "layers.a.weight.\nRun the last forward and backward before a step outside of no_sync(), and not through "
-        ".module."
+        "layers.a.weight.\nRun the last forward and backward before a step outside of no_sync(), not through "
+        ".module, and with a loss of tensors that forward returns."
     )
     torch.distributed.all_reduce(torch.zeros(1))
     with pytest.warns(UserWarning, match="not averaged over the ranks"):  # the script may have averaged them

@@ -151,7 +151,7 @@ def accumulated(world):
             for micro in range(2):
                 batch = share(global_batch("mlp", 8, seed=10 * step + micro), world.rank, world.world_size)
                 if step == 2:
-                    model.weight(world.rank + micro + 1)
+                    model.mean_over(world.rank + micro + 1)
                 if micro == 0:
                     with model.no_sync():
                         FAMILIES["mlp"].loss(model, batch).backward()

@@ -60,7 +60,7 @@ def follow(world, paths_by_step):
         pytest.param([("abc", "abc"), ("ab", "abc"), ("c", "c"), ("abc", "a")], id="first step uses all"),
         pytest.param([("a", "b"), ("b", "a"), ("abc", "c"), ("ab", "ab")], id="first step differs between ranks"),
         pytest.param([("abc", ""), ("", "abc"), ("ab", ""), ("", "")], id="a whole rank has no gradient"),
-        pytest.param([("", ""), ("abc", "abc"), ("b", "b")], id="nobody has a gradient at first"),
+        pytest.param([("abc", "abc"), ("", ""), ("b", "b")], id="nobody has a gradient in one step"),
     ],
 )
 def test_any_pattern_of_use(ranks, paths_by_step):

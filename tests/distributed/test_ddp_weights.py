@@ -36,7 +36,7 @@ class Setting:
 
     options: dict = field(default_factory=dict)
     set_to_none: bool = True
-    when: str = "before"  # of weight(): before or after forward, or "backward" for lockstep.backward
+    when: str = "before"  # of mean_over(): before or after forward, or "backward" for lockstep.backward
     zero_grad: str = "first"  # before everything, or "late": between forward and backward
     hook: str | None = None
     tolerance: float = 1e-12
@@ -55,12 +55,12 @@ def run_micro_batch(model, optimizer, family, part, setting, *, n, zeroes):
     if zeroes and setting.zero_grad == "first":
         optimizer.zero_grad(set_to_none=setting.set_to_none)
     if setting.when == "before":
-        model.weight(n)
+        model.mean_over(n)
     loss = family.loss(model, part) * (1.0 if n else float("nan"))
     if zeroes and setting.zero_grad == "late":
         optimizer.zero_grad(set_to_none=setting.set_to_none)
     if setting.when == "after":
-        model.weight(torch.tensor(n))
+        model.mean_over(torch.tensor(n))
     if setting.when == "backward":
         lockstep.backward(loss, mean_over=n)
     else:

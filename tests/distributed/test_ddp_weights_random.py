@@ -83,12 +83,12 @@ def run(model, micro_batch, *, how=None, is_late=False):
     if how is not None and not is_late:
         clear(model, how)
     if micro_batch.when == "before":
-        model.weight(micro_batch.n)
+        model.mean_over(micro_batch.n)
     loss = model(micro_batch.inputs(), micro_batch.path).square().mean() * (1.0 if micro_batch.n else float("nan"))
     if how is not None and is_late:
         clear(model, how)
     if micro_batch.when == "after":
-        model.weight(micro_batch.n)
+        model.mean_over(micro_batch.n)
     if micro_batch.when == "backward":
         lockstep.backward(loss, count=micro_batch.n)
     else:

@@ -39,7 +39,7 @@ def train(world, model, oracle, loss, sizes_by_step, tolerance=1e-12):
         mine = list(zip(parts[world.rank], sizes[world.rank], strict=True))
         for index, (part, n) in enumerate(mine):
             with contextlib.nullcontext() if index == len(mine) - 1 else model.no_sync():
-                model.weight(n)
+                model.mean_over(n)
                 loss(model, part if n else tuple(tensor.new_ones(1, tensor.shape[1]) for tensor in part)).backward()
         loss(oracle, batch).backward()
         for parameter, expected in zip(model.module.parameters(), oracle.parameters(), strict=True):
@@ -138,7 +138,7 @@ def several_backwards(world, how):
         n = sizes[world.rank][0]
         first, second = (squared_error(model, each[world.rank][0]) for each in (parts, other_parts))
         if how == "one weight":
-            model.weight(n)
+            model.mean_over(n)
             first.backward(retain_graph=True)
             second.backward()
             first.backward()
@@ -165,7 +165,7 @@ def several_losses_of_an_accumulated_batch(world):
             with model.no_sync() if index == 0 else contextlib.nullcontext():
                 output = model(part[0])
             loss, penalty = nn.functional.mse_loss(output, part[1]), output.square().mean()
-            model.weight(n)
+            model.mean_over(n)
             (loss + penalty).backward() if index else loss.backward(retain_graph=True)
             if index == 0:
                 penalty.backward()
@@ -301,7 +301,7 @@ def equal_weights(world):
         _, parts = uneven_batch("mlp", [[7], [7]], step)
         for model in (weighed, plain):
             model.zero_grad()
-        weighed.weight(7)
+        weighed.mean_over(7)
         squared_error(weighed, parts[world.rank][0]).backward()
         squared_error(plain, parts[world.rank][0]).backward()
         for mine, other in zip(weighed.parameters(), plain.parameters(), strict=True):
@@ -323,7 +323,7 @@ def count_messages(world):
             mock.patch.object(weighting, "all_reduce", wraps=weighting.all_reduce) as apart,
         ):
             if n is not None:
-                model.weight(n)
+                model.mean_over(n)
             squared_error(model, global_batch("mlp", 2, 0)).backward()
             counts.append((buckets.call_count + last.call_count, apart.call_count))
     return counts
@@ -342,8 +342,8 @@ def test_weights_travel_with_the_gradients(ranks):
 def missing(who):
     return (
         f"A weight is missing in this step: {who} ran a backward without one, but other backwards of the step had "
-        "theirs.\nCall model.weight(n) before each backward, or lockstep.backward(loss, mean_over=n), on all ranks or "
-        "on none; n is 0 where a batch holds nothing that counts."
+        "theirs.\nCall model.mean_over(n) before each backward, or lockstep.backward(loss, mean_over=n), on all ranks "
+        "or on none; n is 0 where a batch holds nothing that counts."
     )
 
 
@@ -353,7 +353,7 @@ def forget(world, forgetful, step_of_fault, hook):
         model.register_comm_hook(None, default_hooks.allreduce_hook)
     for step in range(step_of_fault + 1):
         if step < step_of_fault or world.rank not in forgetful:
-            model.weight(2)
+            model.mean_over(2)
         squared_error(model, global_batch("mlp", 2, 0)).backward()
 
 
@@ -373,7 +373,7 @@ def start_late(world):
     for _ in range(2):
         squared_error(model, global_batch("mlp", 2, 0)).backward()
     if world.rank == 0:
-        model.weight(1)
+        model.mean_over(1)
     squared_error(model, global_batch("mlp", 2, 0)).backward()
 
 
@@ -383,7 +383,7 @@ def forget_a_micro_batch(world):
     for index in range(2):
         with contextlib.nullcontext() if index else model.no_sync():
             if index == 0 or world.rank == 0:
-                model.weight(1)
+                model.mean_over(1)
             squared_error(model, global_batch("mlp", 2, 0)).backward()
 
 
@@ -393,7 +393,7 @@ def forget_the_first_micro_batch(world):
     for index in range(2):
         with contextlib.nullcontext() if index else model.no_sync():
             if index == 1 or world.rank == 0:
-                model.weight(1)
+                model.mean_over(1)
             squared_error(model, global_batch("mlp", 2, 0)).backward()
 
 
@@ -407,10 +407,10 @@ def test_other_ways_to_forget_a_weight(ranks, fault):
 def all_zero(world, before):
     model = lockstep.DistributedDataParallel(build("mlp"))
     for _ in range(before):
-        model.weight(2)
+        model.mean_over(2)
         squared_error(model, global_batch("mlp", 2, 0)).backward()
     model.zero_grad()
-    model.weight(0)
+    model.mean_over(0)
     (squared_error(model, global_batch("mlp", 2, 0)) * float("nan")).backward()
     return [parameter.grad.count_nonzero().item() for parameter in model.parameters()]
 

@@ -431,8 +431,9 @@ def test_a_forward_of_the_model_that_was_not_prepared(ranks):
         for found in on_ranks(ranks, num_ranks, scripts).values():
             assert found == [
                 f"Rank {rank}: SGD.step() uses gradients that were not averaged over the ranks, first that of "
-                "parameter weight.\nRun the last forward and backward before a step outside of no_sync(), and not "
-                "through .module. Train the model that prepare() has returned."
+                "parameter weight.\nRun the last forward and backward before a step outside of no_sync(), not "
+                "through .module, and with a loss of tensors that forward returns. Train the "
+                "model that prepare() has returned."
                 for rank in range(num_ranks)
             ]
 

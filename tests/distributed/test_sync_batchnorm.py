@@ -369,3 +369,32 @@ def test_inputs_of_wrong_shape(ranks, shape, text):
 
     for outcome in ranks(2).each(run):
         assert type(outcome.error) is ValueError and str(outcome.error) == text
+
+
+def penalty(model, x):
+    x = x.clone().requires_grad_()
+    output = model(x)
+    (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    return output.mean() + (gradient.flatten(1).norm(dim=1) - 1).square().mean()
+
+
+def test_a_gradient_penalty_with_uneven_parts(ranks):
+    def run(world):
+        def build():
+            torch.manual_seed(0)
+            layers = nn.Conv1d(3, 4, 1), nn.BatchNorm1d(4), nn.Tanh(), nn.Flatten(), nn.Linear(8, 4), nn.BatchNorm1d(4)
+            return nn.Sequential(*layers, nn.Softplus(), nn.Linear(4, 1)).double()
+
+        oracle = build()
+        model = lockstep.DistributedDataParallel(lockstep.SyncBatchNorm.convert_sync_batchnorm(build()))
+        x = torch.randn(9, 3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        mine = x[:6] if world.rank == 0 else x[6:]
+        for _ in range(2):
+            model.zero_grad()
+            oracle.zero_grad()
+            lockstep.backward(penalty(model, mine), mean_over=len(mine))
+            penalty(oracle, x).backward()
+            for actual, expected in zip(model.parameters(), oracle.parameters(), strict=True):
+                torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-12, atol=1e-15)
+
+    ranks(2)(run)

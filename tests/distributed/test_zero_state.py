@@ -1,5 +1,8 @@
 """The state of a divided optimizer: whole or in shards, to and from the bare optimizer, on other numbers of ranks."""
 
+import operator
+from collections import defaultdict
+
 import pytest
 import torch
 
@@ -123,3 +126,41 @@ def test_hooks_of_the_state_get_all_of_it(ranks):
 
     numbers = sorted(bare(torch.optim.Adam, 1, lr=0.01)[1].state_dict()["state"])
     assert ranks(2)(run) == [[(numbers, len(numbers))]] * 2
+
+
+def assign_new(optimizer, parameter):
+    optimizer.state = defaultdict(dict)
+
+
+CLEARED = {
+    "all": lambda optimizer, parameter: optimizer.state.clear(),
+    "assigned": assign_new,
+    "one": lambda optimizer, parameter: operator.setitem(optimizer.state, parameter, {}),
+    "popped": lambda optimizer, parameter: optimizer.state.pop(parameter, None),
+    "read": lambda optimizer, parameter: optimizer.state[parameter],  # removes nothing
+}
+
+
+@pytest.mark.parametrize("how", CLEARED)
+@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+def test_state_that_the_script_clears(ranks, name, how):
+    def run(world):
+        kind, options = OPTIMIZERS[name]
+        results = []
+        for make_optimizer in (kind, lambda params, **given: lockstep.ZeroRedundancyOptimizer(params, kind, **given)):
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)).double()
+            optimizer = make_optimizer(model.parameters(), **options)
+            for step in range(5):
+                if step == 3:
+                    CLEARED[how](optimizer, model[0].bias)
+                optimizer.zero_grad()
+                model(torch.ones(2, 3).double() * (1 + step)).square().sum().backward()
+                optimizer.step()
+            results.append(list(model.parameters()))
+        for actual, expected in zip(*results, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-15)
+        with pytest.raises(lockstep.errors.ConfigurationError, match="is divided among the ranks, and cannot be"):
+            optimizer.state = {model[0].bias: {"step": 1}}
+
+    ranks(2)(run)

@@ -148,7 +148,7 @@ def weighted_steps(world, weights_by_step, dtype=torch.float64, hook=None):
         model.zero_grad()
         oracle.zero_grad()
         batches = [inputs(step, rank, count, dtype) for rank, count in enumerate(weights)]
-        model.weight(weights[world.rank])
+        model.mean_over(weights[world.rank])
         loss = model(batches[world.rank].to(world.device), "abcde").square().mean()
         found.append(waits(loss))
         oracle(torch.cat(batches).double(), "abcde").square().mean().backward()
@@ -200,14 +200,14 @@ def forgets(world):
     for step in range(4):
         model.zero_grad()
         if step != 3 or world.rank != 1:
-            model.weight(1 + world.rank)
+            model.mean_over(1 + world.rank)
         model(inputs(step, world.rank).to(world.device), "abc").square().mean().backward()
     with pytest.raises(ConfigurationError) as caught, torch.no_grad():
         model(inputs(4, world.rank).to(world.device), "abc")
     assert str(caught.value) == (
         "A weight is missing in this step: rank 1 ran a backward without one, but other backwards of the step had "
-        "theirs.\nCall model.weight(n) before each backward, or lockstep.backward(loss, mean_over=n), on all ranks or "
-        "on none; n is 0 where a batch holds nothing that counts."
+        "theirs.\nCall model.mean_over(n) before each backward, or lockstep.backward(loss, mean_over=n), on all ranks "
+        "or on none; n is 0 where a batch holds nothing that counts."
     )
 
 
@@ -226,7 +226,7 @@ def now_and_then(world, dtype):
         counts = (1 + step, 3) if is_weighed else (4, 4)
         batches = [inputs(step, rank, count, dtype) for rank, count in enumerate(counts)]
         if is_weighed:
-            model.weight(counts[world.rank])
+            model.mean_over(counts[world.rank])
         model(batches[world.rank].to(world.device), "abcde").square().mean().backward()
         oracle(torch.cat(batches).double(), "abcde").square().mean().backward()
         for mine, expected in zip(model.module.parameters(), oracle.parameters(), strict=True):

@@ -232,7 +232,7 @@ def weighed(world):
         mine = [part.split([n for size in sizes for n in (size, size)])[2 * world.rank :][:2] for part in batch]
         for index in range(2):
             with model.no_sync() if index == 0 else contextlib.nullcontext():
-                model.weight(sizes[world.rank])
+                model.mean_over(sizes[world.rank])
                 FAMILIES["mlp"].loss(model, on(world.device, [part[index] for part in mine])).backward()
         FAMILIES["mlp"].loss(oracle, batch).backward()
         assert_gradients_equal(model.module, oracle)

@@ -10,7 +10,7 @@ from functools import partial
 from operator import attrgetter, is_not
 from pickle import UnpicklingError
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -69,6 +69,22 @@ def default_group() -> Group:
     group = dist.group.WORLD
     assert group is not None
     return group
+
+
+def group_or_default(group: Any) -> Group:
+    """Return ``group``; if it is None, the default process group.
+
+    Raises:
+        ConfigurationError: This rank is not in it, or there is no default group yet.
+    """
+    if group is None:
+        return default_group()
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ConfigurationError(
+            f"Rank {dist.get_rank()} is not in the process_group: new_group() was called without this rank.\n"
+            "Use the group only on its ranks, or give each rank a group that it is in."
+        )
+    return cast("Group", group)
 
 
 def split_group(color: int, *, group: Group, device: torch.device) -> Group:
@@ -296,7 +312,8 @@ class RepeatedBroadcast:
             broadcast(flat, group=self._group, src=src, operation=self._operation)
             for tensors, pieces in () if is_source else lists:
                 # With a new version, autograd would refuse a backward through tensors that it saved before.
-                with torch_internals.unsafe_preserve_version_counter(tuple(tensors)):
+                versioned = tuple(tensor for tensor in tensors if not tensor.is_inference())
+                with torch_internals.unsafe_preserve_version_counter(versioned):
                     torch_internals.foreach_copy_(tensors, pieces)
 
 

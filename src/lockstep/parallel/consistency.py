@@ -177,7 +177,7 @@ def _as_numbers(tensor: Tensor) -> Tensor:
     if tensor.dtype is torch.float32 and tensor.is_contiguous() and not tensor.is_neg():  # most are, and take less so
         return tensor.detach().view(-1).view(torch.int32)
     plain = tensor.detach().resolve_conj().resolve_neg()
-    flat = flatten_like(plain, plain)
+    flat = flatten_like(plain, plain).contiguous()  # that of a view may have gaps
     if flat.nbytes % 4:
         return flat.view(torch.uint8).to(torch.int32)
     if flat.storage_offset() * flat.itemsize % 4:  # not aligned to 32 bits

@@ -34,7 +34,7 @@ from torch.optim import SGD, Optimizer
 
 from lockstep.accelerator import check_float64, synchronize
 from lockstep.comm import collectives
-from lockstep.comm.collectives import Group, cpu_group, default_group, wait_for
+from lockstep.comm.collectives import Group, cpu_group, default_group, group_or_default, wait_for
 from lockstep.comm.fully_shard import is_sharded
 from lockstep.comm.hierarchy import HierarchicalProcessGroup
 from lockstep.comm.world import World
@@ -335,7 +335,7 @@ class LocalSGD:
         cpu_offload: bool = False,
     ) -> None:
         self._model, self.schedule = model, ExchangeSchedule(sync_every, fragments, sync_delay)
-        self._group = default_group() if process_group is None else process_group
+        self._group = group_or_default(process_group)
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         check_float64(self._device, type(self).__name__)
         self._compression, self.sync_patience = compression, sync_patience

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from itertools import chain
-from operator import is_not
+from operator import is_not, methodcaller
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ def anchor_tensors(value: Any) -> Any:
     return map_tensors(value, anchor, anchor)
 
 
-_values = dict[str, Any].values
+_values = methodcaller("values")  # a TorchScript module has other mappings than dicts
 
 
 class Registered:

@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
 from lockstep.accelerator import widest_dtype
-from lockstep.comm.collectives import Group, all_gather, all_reduce, default_group, is_initialized
-from lockstep.errors import CollectiveError, ConfigurationError
+from lockstep.comm.collectives import Group, all_gather, all_reduce, group_or_default, is_initialized
+from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
 from lockstep.parallel.compile import keep_out_of_graphs
 from lockstep.torch_internals import BatchNorm, LazyNorm, check_batch_norm_input, has_kernel, submodules
 
@@ -149,6 +148,14 @@ class StatisticsExchange:
         self._step = 0 if self._engine is None else self._engine.step
         self.counts = self._engine is None or self._engine.counts
 
+    def refuse_second_backward(self) -> None:
+        """Raise LockstepError if some rank may be without a batch: it can only take part in one backward."""
+        if self._announces:
+            raise LockstepError(
+                f"{self._place.name}: a gradient with create_graph=True, while other ranks may have no batch.\nThey "
+                "can follow the SyncBatchNorm layers of one forward and one backward only."
+            )
+
     def announce(self, event: Event) -> None:
         """Announce ``event`` to ranks without a batch, if there may be any. Collective then: every rank. Blocks."""
         if self._announces:
@@ -191,10 +198,14 @@ class StatisticsExchange:
             raise self._error("forward", _ANOTHER_LAYER)
         return rows[:, :-1]
 
-    def sum(self, vector: Tensor) -> Tensor:
-        """Return the sum of every rank's ``vector``, in this rank's unit. Collective: as `gather`."""
+    @property
+    def unit(self) -> float:
+        """The unit of this rank's gradients in the current backward."""
+        return 1.0 if self._engine is None else self._engine.unit
+
+    def sum(self, vector: Tensor, unit: float) -> Tensor:
+        """Return the sum of every rank's ``vector``, in this rank's ``unit``. Collective: as `gather`."""
         # Multiplied and divided in float64, so that a weight costs no digits.
-        unit = 1.0 if self._engine is None else self._engine.unit
         marked = self._marked(vector if unit == 1 else vector * unit)
         try:
             all_reduce(marked, group=self._group)
@@ -277,7 +288,61 @@ def _affine(input: Tensor, weight: Tensor | None, bias: Tensor | None, batch: St
     return output
 
 
-# --- The autograd function
+# --- The autograd functions
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum of the ranks' vectors, each times its unit, divided by the unit: what the losses of all ranks depend on.
+
+    A gradient has the unit that the gradients of its rank have in this backward, see `NormaliseFunction`. So what comes
+    back in a later one is divided by this unit, and has the unit of that backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, vector: Tensor, exchange: StatisticsExchange, unit: float) -> Tensor:
+        """Collective: every rank. Blocks."""
+        ctx.exchange, ctx.unit = exchange, unit
+        return exchange.sum(vector, unit)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Collective: every rank. Blocks."""
+        return _SumOverRanks.apply(gradients[0], ctx.exchange, ctx.exchange.unit / ctx.unit), None, None  # type: ignore[no-untyped-call]
+
+
+def gradients_with_graph(
+    gradient: Tensor,
+    input: Tensor,
+    weight: Tensor | None,
+    batch: Statistics,
+    eps: float,
+    exchange: StatisticsExchange,
+    needs_input: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of input, weight and bias for another backward through them, as in a gradient penalty.
+
+    Collective if ``needs_input``, and again in each backward through the result: every rank. Blocks.
+    """
+    exchange.refuse_second_backward()
+    dims, by_channel = [0, *range(2, input.dim())], [1, -1, *[1] * (input.dim() - 2)]
+    value, gradient = input.to(batch.mean.dtype), gradient.to(batch.mean.dtype)
+
+    def mean(part: Tensor, unit: float = 1.0) -> Tensor:
+        own = part.sum(dims).to(widest_dtype(input.device)) * float(exchange.counts)
+        total: Tensor = _SumOverRanks.apply(own, exchange, unit)  # type: ignore[no-untyped-call]
+        return (total / batch.total).to(part.dtype).view(by_channel)
+
+    # The statistics depend on the input, too.
+    centred = value - (mean(value) if needs_input else batch.mean.view(by_channel))
+    variance = mean(centred.square()) if needs_input else batch.var.view(by_channel)
+    inverse = (variance + eps).rsqrt()
+    normalised = centred * inverse
+    product = gradient * normalised
+    of_input = gradient
+    if needs_input:
+        of_input = gradient - mean(gradient, exchange.unit) - normalised * mean(product, exchange.unit)
+        of_input = of_input * inverse * (1.0 if weight is None else weight.to(value.dtype).view(by_channel))
+    return of_input * float(exchange.counts), product.sum(dims), gradient.sum(dims)
 
 
 class NormaliseFunction(torch.autograd.Function):
@@ -314,18 +379,23 @@ class NormaliseFunction(torch.autograd.Function):
         return torch.batch_norm_elemt(input, weight, bias, batch.mean, torch.rsqrt(batch.var + eps), eps)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients. Collective if the input requires one: every rank. Blocks."""
         input, weight, *statistics = ctx.saved_tensors
         batch = Statistics(*statistics)
+        if torch.is_grad_enabled():  # create_graph=True
+            found = gradients_with_graph(gradient, input, weight, batch, ctx.eps, ctx.exchange, ctx.needs_input_grad[0])
+            of_parts = zip(found, (input.dtype, *ctx.dtypes), ctx.needs_input_grad, strict=False)
+            return *(part.to(dtype) if needed else None for part, dtype, needed in of_parts), None, None, None
         gradient = contiguous_like(gradient, input)  # kernels need both in one memory format
         sums = sums_of_gradient(gradient, input, batch, ctx.eps)
         of_bias, of_weight = sums.chunk(2)  # this rank's part: the engine sums parameters' gradients over the ranks
         of_input = None
         if ctx.needs_input_grad[0]:
             ctx.exchange.announce(Event.BACKWARD)
-            of_input = gradient_of_input(gradient, input, weight, batch, ctx.exchange.sum(sums), ctx.eps)
+            of_input = gradient_of_input(
+                gradient, input, weight, batch, ctx.exchange.sum(sums, ctx.exchange.unit), ctx.eps
+            )
             if not ctx.exchange.counts:  # the mean and the variance do not depend on it
                 of_input = torch.zeros_like(of_input)
         needed = zip((of_weight, of_bias), ctx.dtypes, ctx.needs_input_grad[1:3], strict=True)
@@ -345,7 +415,6 @@ class SyncBatchNorm(TorchSyncBatchNorm):
     is its part of one sum over the batch, or that all losses are means, weighted by their counts.
 
     The gradients of weight and bias are this rank's part. `DistributedDataParallel` sums them over the ranks.
-    Differentiable once.
 
     Collective: ``forward`` in training mode, and its backward if the input requires a gradient: every rank. Both block
     until complete, at most for the group's timeout. In evaluation mode, and in a single process, it behaves like
@@ -399,7 +468,7 @@ class SyncBatchNorm(TorchSyncBatchNorm):
         """Return the ranks that take part, or None if there are no others."""
         if self.alone or not is_initialized():
             return None
-        group: Group = default_group() if self.process_group is None else self.process_group
+        group = group_or_default(self.process_group)
         return group if group.size() > 1 else None
 
     @torch.no_grad()
@@ -418,7 +487,7 @@ class SyncBatchNorm(TorchSyncBatchNorm):
     def backward_without_input(self, group: Group, device: torch.device) -> None:
         """Take part in the other ranks' backward. Collective: every rank."""
         zeros = torch.zeros(2 * self.num_features, dtype=widest_dtype(device), device=device)
-        StatisticsExchange(self, group).sum(zeros)
+        StatisticsExchange(self, group).sum(zeros, 1.0)
 
     def _take_part(self, exchange: StatisticsExchange, sums: Tensor, num_here: int, *, tracked: bool) -> Statistics:
         """Update the running statistics; return those of the whole batch. Collective: every rank."""

@@ -443,14 +443,17 @@ class DenseBucket(_Members):
         """Multiply the reduced gradients by a number, or a tensor with one element; after the reduction."""
         self.gradients.mul_(factor)
 
-    def settle(self, num_users: Sequence[int] | None) -> None:
+    def settle(self, num_users: Sequence[int] | None) -> bool:
         """Set the reduced gradients of parameters without a gradient; the others have theirs since `gather`.
 
         Args:
             num_users: On how many ranks each parameter of the model received a gradient; None: read it from the tail.
+
+        Returns:
+            Whether some rank used some of the parameters.
         """
         if not self.missing:  # only a rank without some gradient reads the tail
-            return
+            return True
         counts = self._tail.real.tolist() if num_users is None else [num_users[index] for index in self.spec.parameters]
         for place, previous in self.missing.items():
             view = self._views[place]
@@ -460,6 +463,7 @@ class DenseBucket(_Members):
                 self.parameters[place].grad = None
             else:
                 view.copy_(previous)
+        return any(map(round, counts[: len(self.parameters)]))
 
     def adopt(self) -> None:
         """Copy in the current gradients of the parameters, which lie in buckets of an earlier plan."""
@@ -509,12 +513,14 @@ class SparseBucket(_Members):
         self.replace_gradients(self.gradients.clone())
         torch_internals.values_of(self.gradients).mul_(factor)
 
-    def settle(self, num_users: Sequence[int] | None) -> None:
-        """Set the reduced gradient of the parameter, unless no rank had one."""
+    def settle(self, num_users: Sequence[int] | None) -> bool:
+        """Set the reduced gradient of the parameter, unless no rank had one; return whether one had."""
         reduced = self.gradients.coalesce()
         self.replace_gradients(self._empty())
-        if not self.missing or torch_internals.nnz(reduced) > 0:
+        is_used = not self.missing or torch_internals.nnz(reduced) > 0
+        if is_used:
             self._parameter.grad = reduced
+        return is_used
 
     def take_pieces(self) -> None:
         """Do nothing, like `adopt`."""

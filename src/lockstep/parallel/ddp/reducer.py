@@ -34,6 +34,12 @@ from lockstep.parallel.ddp.weighting import Weights, check_weight
 from lockstep.telemetry import ranges
 from lockstep.torch_internals import current_graph_task_id, in_backward_optimizers, queue_callback
 
+_NOTHING_LEARNED = (
+    "The output of the model requires no gradient on any rank, so this step would train nothing.\nAll parameters that "
+    "forward uses are frozen; or it runs under torch.no_grad(), or detaches the result (.detach(), .data, "
+    ".numpy()); or no input of a checkpoint with use_reentrant=True requires a gradient: use use_reentrant=False."
+)
+
 
 def _nothing() -> None:
     """Stand for a dead reference."""
@@ -58,6 +64,7 @@ class Step:
         in_flight: The buckets that were launched, in order.
         num_finished: Of these, those that are reduced and settled.
         carrier: The one of them whose tail has the weight message; see `Weights.carrier`.
+        is_used: Whether some rank has a gradient for some parameter of the finished buckets.
     """
 
     callback: Callable[[], object] = _nothing
@@ -70,6 +77,7 @@ class Step:
     in_flight: list[Bucket] = field(default_factory=list)
     num_finished: int = 0
     carrier: Bucket | None = None
+    is_used: bool = False
 
 
 _missing_in = attrgetter("missing")
@@ -95,7 +103,9 @@ class Reducer:
     reentrant checkpointing starts nested backwards. That callback closes the step. So each backward through an output
     of the wrapper is one synchronised step, however many there are, unless it runs for ``autograd.grad`` and adds to no
     gradient of ours (`BucketSet.accumulates`). Outputs that we cannot find have no hooks: for these, the forward arms
-    the reducer, and the first gradient opens the step.
+    the reducer, and the first gradient opens the step. If no output was found, it stays armed until the next forward.
+    A step may lack gradients since the script computes a second loss of what the model has kept (``model.aux_loss``):
+    these open a step, too, unless there is a forward in between.
 
     [Note: when a bucket is launched]
     A bucket is launched when all its gradients have arrived and all buckets before it are launched. So every rank
@@ -161,6 +171,7 @@ class Reducer:
         finishes_early: Whether reduced buckets are finished during backward, if possible.
         is_alone: Whether the group has one rank only.
         has_run: Whether there was a forward.
+        is_anchored: Whether no output of the newest forward depended on a parameter.
         scaling: Of the gradients of the newest forward, if it is known which batch it was given.
         num_forwards: Number of forwards with a synchronised backward.
         num_backwards: Grows with each backward that an output of the wrapper has seen.
@@ -180,7 +191,7 @@ class Reducer:
         self.observers: list[Observer] = []
         self.before_launch: Callable[[], None] | None = None
         self.finishes_early = False
-        self.has_run = False
+        self.has_run = self.is_anchored = False
         self.num_forwards = self.num_backwards = self.num_steps = self.num_buckets_reduced = 0
         self.only_step: int | None = None
         self.is_alone = group.size() == 1
@@ -190,7 +201,9 @@ class Reducer:
         self._step: Step | None = None
         # Whether a forward has announced a synchronised backward: if no hooked output has opened a step before, the
         # first gradient does. Otherwise gradients stay on this rank (no_sync, the bare module).
-        self._is_armed = False
+        self._is_armed = self._stays_armed = False
+        self._late: set[int] = set()  # parameters without a gradient in the last step, if there was no forward since
+        self._learns = False  # whether some rank had a gradient in the last step
         self._has_graph = False  # whether a gradient was computed with a graph, through which no backward has come yet
         self._used: set[int] = set()  # parameters with a gradient since the last synchronised step, in no_sync() too
         self._updates = Updates(bucket_set, self.weights, group)
@@ -343,7 +356,7 @@ class Reducer:
                 f"Rank {self._group.rank()}: the last backward reached no output of the model that can be found, so "
                 "its gradients were not averaged.\nReturn all outputs as tensors, or in lists, dicts or dataclasses."
             )
-        self._is_armed = False
+        self._is_armed, self._stays_armed, self._late = False, False, set()
         if self.weights.window is not None:
             self.weights.window.on_forward()
 
@@ -355,6 +368,7 @@ class Reducer:
         if self._hooks:
             num_hooked = hook_tensors(outputs, partial(self._on_output, scaling=self.scaling))
             self._unscaled = None if num_hooked else self.scaling
+            self._stays_armed = not num_hooked
 
     def expect_accumulation(self, output: Any) -> None:
         """Record a forward without a synchronised backward, and its output."""
@@ -451,7 +465,8 @@ class Reducer:
         # A bound method is a new object each time. Only autograd will hold this one, and drops it if backward fails.
         close = self._close_step
         # After a backward through an output, another may come through the graph of a gradient (a gradient penalty).
-        self._is_armed = self._has_graph = self._has_graph and arrived is None
+        self._has_graph = self._has_graph and arrived is None
+        self._is_armed = self._has_graph or self._stays_armed
         self._step = Step(weakref.ref(close), is_opened_by_output=arrived is None)
         queue_callback(close)
         if sum(map(len, self._hook_dicts)) > len(self._hooks):
@@ -478,7 +493,9 @@ class Reducer:
         if self._step is None or self._step.callback() is None:  # not is_collecting, without a call
             with self._lock:
                 if not self.is_collecting:  # unless another device's thread has opened the step in the meantime
-                    if not self._is_armed:
+                    if not self._is_armed and index in self._late:
+                        self._unscaled = self.scaling
+                    elif not self._is_armed:
                         self._used.update(self._drain(), (index,))
                         if self.weights.window is not None:
                             self.weights.window.on_local_gradient(index, self._used)
@@ -595,11 +612,18 @@ class Reducer:
                 self.bucket_set.rebuild(step.arrived, group=self._group)
                 if step.is_opened_by_output and self.weights.window is None:
                     self._watch_last(step.arrived)
+            if any(map(_missing_in, step.in_flight)):
+                self._late = set(range(len(self._hooks))) - self._used
+                self._watch(self._late)
             self._used = set()
             self._updates.begin_count()
             self.num_buckets_reduced = len(step.in_flight)
             self._notify(Event.CLOSED)
             self._drop_step()
+        # A model that chooses its layers may once choose none on all ranks.
+        has_learned, self._learns = self._learns, step.is_used
+        if self.is_anchored and not self._learns and not has_learned:
+            raise ConfigurationError(_NOTHING_LEARNED)
 
     # [Note: how buckets are finished]
     # `_finish` is the one place where gradients are settled, in the order of launches: when backward is over for all
@@ -675,7 +699,7 @@ class Reducer:
             self._wait_for(bucket)
             if isinstance(factor, Tensor) or factor != 1.0:
                 bucket.scale(factor)
-            bucket.settle(num_users)
+            step.is_used |= bucket.settle(num_users)
             step.num_finished += 1
             self._notify(Event.REDUCED, bucket)
 
@@ -814,8 +838,8 @@ def backward(loss: Tensor, *, mean_over: float | Tensor | None = None, count: fl
 
     ``loss`` is a mean, unlike the ``total`` of a `lockstep.Loss`, which is a sum.
 
-    It is short for ``model.weight(mean_over)`` on every ``DistributedDataParallel`` that takes part, and
-    ``loss.backward()``; see `DistributedDataParallel.weight`. Call it once per micro-batch.
+    It is short for ``model.mean_over(mean_over)`` on every ``DistributedDataParallel`` that takes part, and
+    ``loss.backward()``; see `DistributedDataParallel.mean_over`. Call it once per micro-batch.
 
     Collective: every rank, if the backward is synchronised; it blocks as that backward does.
 

@@ -212,6 +212,18 @@ def _refuse_sparse(buffers: Mapping[str, Tensor]) -> None:
             )
 
 
+def _refuse_views(parameters: Mapping[str, Tensor]) -> None:
+    for name, value in parameters.items():
+        strides = value.stride() if value.layout is torch.strided else value.shape
+        is_expanded = any(size > 1 and stride == 0 for size, stride in zip(value.shape, strides, strict=True))
+        if is_expanded or value.is_conj() or value.is_neg():
+            problem = "expanded, so that elements share memory" if is_expanded else "a view by conj()"
+            raise ConfigurationError(
+                f"Parameter {name} is {problem}; it cannot be broadcast from rank 0.\n"
+                "Create it from a copy: nn.Parameter(tensor.resolve_conj().resolve_neg().contiguous())."
+            )
+
+
 class ModelSync:
     """Compares and broadcasts the state of ``module``, except for the names in ``ignore``."""
 
@@ -236,11 +248,12 @@ class ModelSync:
         """Raise ModelMismatch on every rank if names, shapes or dtypes differ. Collective: every rank. Blocks.
 
         Raises:
-            ConfigurationError: Instead, if a buffer is sparse.
+            ConfigurationError: Instead, if a buffer is sparse, or a parameter is a view that cannot be written to.
         """
         parameters = self.named_parameters(all_names=True)
         buffers = self.named_buffers() if with_buffers else {}
         check_models_agree(parameters.items(), buffers.items(), group=self._group, device=self._device)
+        _refuse_views(parameters)
         _refuse_sparse(buffers)
 
     def broadcast(self, *, src: int, with_buffers: bool) -> None:
@@ -262,7 +275,7 @@ class ModelSync:
             self._is_agreed, self._layout = self._is_agreed and layout == self._layout, layout
         return bool(self._buffers)
 
-    @torch.no_grad()
+    @torch.inference_mode()  # in which also buffers that were made in this mode may be written to
     def sync_buffers(self, *, src: int) -> None:
         """Overwrite the buffers that `find_buffers` has found with those of rank ``src``.
 

@@ -133,7 +133,9 @@ class Updates:
         message = (
             f"{self._name(optimizer)} uses gradients that were not averaged over the ranks, first that of parameter "
             f"{self._bucket_set.names[min(local)]}.\nRun the last forward and backward before a step outside of "
-            "no_sync(), and not through .module." + " Train the model that prepare() has returned." * self.is_strict
+            "no_sync(), not through .module, and with a loss of tensors that forward returns."
+            + " Train the model that prepare() has returned."
+            * self.is_strict
         )
         may_be_averaged = num_calls() != self._num_calls  # by the script
         if self.is_strict or (self._accumulates and not may_be_averaged):

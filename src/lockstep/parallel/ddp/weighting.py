@@ -152,7 +152,7 @@ def refuse_missing(sums: Sequence[float]) -> None:
         raise ConfigurationError(
             f"A weight is missing in this step: rank{'s' * (len(missing) > 1)} {', '.join(missing)} ran a backward "
             "without one, but other backwards of the step had theirs.\n"
-            "Call model.weight(n) before each backward, or lockstep.backward(loss, mean_over=n), on all ranks or on "
+            "Call model.mean_over(n) before each backward, or lockstep.backward(loss, mean_over=n), on all ranks or on "
             "none; n is 0 where a batch holds nothing that counts."
         )
 
@@ -175,7 +175,7 @@ class AccumulationWindow:
 
     `set_weight` only stores the weight. The weight is used when a backward enters the model: autograd runs the first
     hooked output before all gradients of the model. Only then are the contents of ``param.grad`` known, since
-    ``zero_grad()`` may come before or after ``weight()`` and ``forward``. Several backwards of one micro-batch count
+    ``zero_grad()`` may come before or after ``mean_over()`` and ``forward``. Several backwards of one micro-batch count
     once, unless the step was closed in between. A forward invalidates a weight that was used.
 
     Args:
@@ -283,7 +283,8 @@ class AccumulationWindow:
         if arrived is not None and (is_masked or (self.is_weighed and (self._stashed or weight != self.unit))):
             raise ConfigurationError(
                 "A gradient arrived before any output of the model was reached, too late for its weight to count.\n"
-                "Return all outputs as tensors, or in lists, dicts or dataclasses, and give weight() before backward."
+                "Return all outputs as tensors, or in lists, dicts or dataclasses, and call mean_over() before "
+                "backward."
             )
         self._unstash(range(len(self._parameters)))
         if accumulates and not self.is_weighed and not self.has_unweighed:
@@ -535,7 +536,7 @@ class Weights:
             if message[1]:
                 raise ConfigurationError(
                     "A step with weights cannot be captured in a CUDA graph: each replay would use the same weights.\n"
-                    "Capture without weight(), or train eagerly."
+                    "Capture without mean_over(), or train eagerly."
                 )
             return 1.0  # assuming that the other ranks give none either
         # Narrow tails only show whether there are weights. All ranks expect them if the last step had some.

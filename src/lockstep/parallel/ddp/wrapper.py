@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lockstep import torch_internals
 from lockstep.comm import collectives
-from lockstep.comm.collectives import Group, Join, Joinable, JoinHook, default_group
+from lockstep.comm.collectives import Group, Join, Joinable, JoinHook, default_group, group_or_default
 from lockstep.comm.fully_shard import is_sharded
 from lockstep.comm.process import keep_freed_memory
 from lockstep.comm.world import World
@@ -48,7 +48,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
 
     Gradients are averaged in buckets while backward still runs. Each backward through an output of this module is one
     synchronised step. Parameters without a gradient need no flag, even if only some ranks lack it. A parameter that no
-    rank used keeps its gradient. The mean is over ranks, as in torch, or over samples if the script calls `weight`.
+    rank used keeps its gradient. The mean is over ranks, as in torch, or over samples if the script calls `mean_over`.
 
     Collective: the constructor, ``forward`` (if the module has buffers) and every synchronised backward. All block
     until the other ranks take part, at most for the process group's timeout.
@@ -130,7 +130,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
                 raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
             self.device_mesh = device_mesh
             process_group = collectives.mesh_group(device_mesh, module)
-        self.process_group: Group = default_group() if process_group is None else process_group
+        self.process_group: Group = group_or_default(process_group)
 
         self.parameters_to_ignore = set(getattr(module, torch_internals.DDP_IGNORED, ()))
         self._module_parameters = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
@@ -361,7 +361,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         if self.will_sync_module_buffers() and is_joining == is_in_join:
             self._model_sync.sync_buffers(src=self._agree(self.process_group.rank()) if is_joining else 0)
         if is_joining:
-            self._agree(int(self.require_backward_grad_sync))
+            self._agree(int(is_training and self.require_backward_grad_sync))
         if self._batches is not None:
             part = self._batches.of_forward((inputs, kwargs), trains=is_training and self.training)
             scaling = None if part is None else Scaling(part, in_training_mode=self.training)
@@ -403,7 +403,10 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         if not self.require_backward_grad_sync:
             self.reducer.expect_accumulation(output)
             return output
-        if self.training and all(tensor.grad_fn is None for tensor in find_tensors(output)):
+        # One rank gets the error of autograd.
+        needs_none = self.training and all(tensor.grad_fn is None for tensor in find_tensors(output))
+        self.reducer.is_anchored = needs_none and not self.reducer.is_alone
+        if self.reducer.is_anchored:
             output = module_io.anchor_tensors(output)
         self.reducer.prepare_for_backward(output)
         return output
@@ -445,7 +448,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         finally:
             self.require_backward_grad_sync = before
 
-    def weight(self, n: float | Tensor) -> None:
+    def mean_over(self, n: float | Tensor) -> None:
         """Set the weight of the next backward: the number of samples or tokens that its loss is the mean of.
 
         Call it once per micro-batch, on every rank, at any time before its backward. The gradients of the step are then
@@ -754,7 +757,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         kept until they are zeroed. Nothing may read or change gradients in between: no clipping, no loss scaling.
         ``optimizer.step()`` raises while this is active; learning-rate schedulers step after backward as usual.
 
-        With weights (`weight`) and with communication hooks all buckets are stepped when backward ends.
+        With weights (`mean_over`) and with communication hooks all buckets are stepped when backward ends.
 
         Args:
             optimizer: Of this model's parameters.

@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lockstep.accelerator import widest_dtype
 from lockstep.comm import collectives
@@ -51,6 +52,44 @@ from lockstep.parallel.zero import partition
 from lockstep.parallel.zero.partition import Entries, FlatBuffer, Member, Read, ShardOptimizer, ShardRange, options_of
 from lockstep.parallel.zero.slices import Mode, ReduceScatterMean, find_reducer, find_reducer_on_all, quietly_read
 from lockstep.torch_internals import is_counted_step, optimizer_hooks
+
+
+class _State(defaultdict[Any, Any]):
+    """The ``state`` that a script sees: empty, as each rank has a part. What it removes here is removed from the part.
+
+    Args:
+        forget: Removes the state of a parameter; None: of all.
+    """
+
+    def __init__(self, forget: Callable[[Any], None]) -> None:
+        super().__init__(dict)
+        self._forget = forget
+
+    @override
+    def __missing__(self, key: Any) -> dict[str, Any]:
+        entries: dict[str, Any] = {}
+        super().__setitem__(key, entries)
+        return entries
+
+    @override
+    def __setitem__(self, key: Any, entries: Any) -> None:
+        if not entries:
+            self._forget(key)
+        super().__setitem__(key, entries)
+
+    @override
+    def __delitem__(self, key: Any) -> None:
+        self.pop(key, None)
+
+    @override
+    def pop(self, key: Any, *default: Any) -> Any:
+        self._forget(key)
+        return super().pop(key, *default)
+
+    @override
+    def clear(self) -> None:
+        self._forget(None)
+        super().clear()
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
@@ -122,7 +161,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.initialized = False
         Optimizer.__init__(self, params, dict(defaults))
         Joinable.__init__(self)
-        self.process_group: Group = collectives.default_group() if process_group is None else process_group
+        self.process_group: Group = collectives.group_or_default(process_group)
         self.world_size, self.rank = self.process_group.size(), self.process_group.rank()
         self.parameters_as_bucket_view, self.overlaps = parameters_as_bucket_view, False
         self.has_hooks: bool | None = None
@@ -153,6 +192,34 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def optim(self) -> Optimizer:
         """The optimizer of this rank's shard."""
         return self._shard.optimizer
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """Empty, since a rank has a part of the state; clearing or removing an entry has its usual effect.
+
+        Raises:
+            ConfigurationError: On assignment of a state that is not a new, empty one.
+        """
+        return self._state
+
+    @state.setter
+    def state(self, state: defaultdict[Tensor, Any]) -> None:
+        if self.initialized:
+            if state or isinstance(state, _State):
+                raise ConfigurationError(
+                    "The state of ZeroRedundancyOptimizer is divided among the ranks, and cannot be assigned.\n"
+                    "Use consolidate_state_dict(None), state_dict() and load_state_dict()."
+                )
+            self._forget(None)
+        self._state: defaultdict[Any, Any] = _State(self._forget)
+
+    def _forget(self, parameter: Tensor | None) -> None:
+        """Drop the state of a parameter; None: of all. Not collective: call it on every rank."""
+        indices = [index for index, one in enumerate(self._parameters) if parameter is None or one is parameter]
+        for shard in self._shards:
+            shard.forget(indices)
+        if indices:
+            self._loaded = None
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -404,11 +471,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "Optimizer state has not been consolidated on this rank.\n"
                 f"Call consolidate_state_dict(to={self.rank}) on all ranks before, or use lockstep.save()."
             )
-        own_state, self.state = self.state, defaultdict(dict, self._consolidated)  # type: ignore[arg-type]
+        own_state, self._state = self._state, defaultdict(dict, self._consolidated)
         try:
             return super().state_dict()  # whose hooks get the whole state
         finally:
-            self.state = own_state
+            self._state = own_state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load this rank's shard of a full state, from this class or from the bare optimizer.

@@ -1,6 +1,6 @@
 """Which rank owns which elements of the parameters: flat buffers, each rank's shard of them, and its optimizer."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import accumulate, groupby
@@ -438,11 +438,7 @@ class ShardOptimizer:
             # A parameter without a gradient must not change, also not by weight decay or momentum, and its number of
             # steps (Adam's bias correction) must not advance. So if only some parameters of a segment have a gradient,
             # the segment and its state are split permanently. Nothing is saved and restored, and the result is exact.
-            segments: list[Segment] = []
-            for segment in self._segments:
-                runs = [list(run) for _, run in groupby(segment.ranges, key=lambda part: present[part.parameter])]
-                segments += [segment] if len(runs) == 1 else self._split(segment, runs)
-            self._segments = segments
+            self._divide(present.__getitem__)
         for segment in self._segments:
             if present[segment.ranges[0].parameter]:
                 end = segment.offset + segment.parameter.numel()
@@ -457,6 +453,13 @@ class ShardOptimizer:
         if self._elementwise:
             for segment in self._segments:
                 segment.parameter.grad = None
+
+    def forget(self, indices: Container[int]) -> None:
+        """Drop the state of these parameters."""
+        self._divide(indices.__contains__)
+        for segment in self._segments:
+            if segment.ranges[0].parameter in indices:
+                self.optimizer.state.pop(segment.parameter, None)
 
     def state(self) -> Iterator[tuple[ShardRange, dict[str, Any]]]:
         """Yield the optimizer's state, by range: views of entries per element, and numbers for the whole parameter."""
@@ -516,6 +519,14 @@ class ShardOptimizer:
             segments.append(Segment(buffer, offset, run, parameter))
             offset = end
         return segments
+
+    def _divide(self, key: Callable[[int], bool]) -> None:
+        """Split the segments that hold parameters with different keys."""
+        segments: list[Segment] = []
+        for segment in self._segments:
+            runs = [list(run) for _, run in groupby(segment.ranges, key=lambda part: key(part.parameter))]
+            segments += [segment] if len(runs) == 1 else self._split(segment, runs)
+        self._segments = segments
 
     def _split(self, segment: Segment, runs: list[list[ShardRange]]) -> list[Segment]:
         parts = self._make_segments(segment.buffer, segment.offset, runs)

@@ -131,7 +131,7 @@ def test_a_captured_step_has_no_weights():
             correction(weighed(2.0)[0], on_gpu())
     assert str(caught.value) == (
         "A step with weights cannot be captured in a CUDA graph: each replay would use the same weights.\n"
-        "Capture without weight(), or train eagerly."
+        "Capture without mean_over(), or train eagerly."
     )
 
 
@@ -212,8 +212,8 @@ def test_the_sum_names_the_ranks_in_every_dtype(dtype, missing, text):
     assert str(caught.value) == (
         f"A weight is missing in this step: {text} ran a backward without one, but other backwards of the step had "
         "theirs.\n"
-        "Call model.weight(n) before each backward, or lockstep.backward(loss, mean_over=n), on all ranks or on none; "
-        "n is 0 where a batch holds nothing that counts."
+        "Call model.mean_over(n) before each backward, or lockstep.backward(loss, mean_over=n), on all ranks or "
+        "on none; n is 0 where a batch holds nothing that counts."
     )
 
 
@@ -453,7 +453,7 @@ def test_gradients_that_arrive_before_any_output_was_noticed():
         script.backward(1, enters=False)
     assert str(caught.value) == (
         "A gradient arrived before any output of the model was reached, too late for its weight to count.\n"
-        "Return all outputs as tensors, or in lists, dicts or dataclasses, and give weight() before backward."
+        "Return all outputs as tensors, or in lists, dicts or dataclasses, and call mean_over() before backward."
     )
 
 
