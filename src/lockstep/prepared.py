@@ -22,6 +22,7 @@ from lockstep.loop.passes import models
 from lockstep.loop.prepared_loader import PreparedLoader as PreparedLoader
 from lockstep.loop.prepared_loader import prepared_loader
 from lockstep.loop.random_state import draws, kept_states, process_states, seed_rank, share_states
+from lockstep.parallel.ddp.updates import refuse_outside
 from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 
 
@@ -137,14 +138,6 @@ def _prepare_model(module: nn.Module, world: World) -> nn.Module:
 
 
 def _prepare_optimizer(optimizer: Optimizer, world: World) -> None:
-    prepared = {id(parameter) for model in models for parameter in model.parameters()}
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if parameter.requires_grad and id(parameter) not in prepared:
-                raise ConfigurationError(
-                    f"{type(optimizer).__name__} updates a parameter of shape {list(parameter.shape)}, in group "
-                    f"{number}, that is in no prepared model: its gradients would not be averaged over the ranks.\n"
-                    "Pass each trained model to prepare(), together with its optimizer or before."
-                )
+    refuse_outside(optimizer, {id(parameter) for model in models for parameter in model.parameters()})
     if optimizer.state and world.device.type != "cpu":
         optimizer.load_state_dict(optimizer.state_dict())  # to the devices of the parameters

@@ -36,7 +36,6 @@ WRONG = {
     "prepared_buffer_on_rank_zero": (Cause.BUFFERS, "prior is not that of one process at step 1"),
     "prepared_attribute_on_rank_zero": (Cause.STATE, "attribute beta has other values on the ranks at step"),
     "prepared_batch_divided_twice": (Cause.BATCH, "takes 32 samples instead of 64: the batch is divided twice"),
-    "prepared_scale_outside": (Cause.BESIDE, "updates parameter 0 of group 1, which no data-parallel wrapper has"),
     "closure_not_divided": (Cause.BATCH, "takes 48 samples instead of 24: 24 on each of 2 ranks"),
     "closure_polyak_local_loss": (Cause.UPDATE, "0.weight differs between the ranks after the update of step 0"),
     "endless_random_sampler_same": (Cause.SAMPLER, "All ranks .* same samples: 12 in the first .* one process has 24"),
@@ -78,6 +77,7 @@ FAILS = {
     "prepared_early_stop_local": "Rank 0 ended normally after 4 optimizer steps while rank 1 was still training",
 }
 OTHERS_FAIL = {
+    "prepared_scale_outside": "in group 1, that is in no prepared model",
     "prepared_split_seeded_by_rank": "gave different samples on rank 1 than on rank 0",
     "prepared_shuffled_listing": "gave different samples on rank 1 than on rank 0",
     "prepared_module_called": "uses gradients that were not averaged over the ranks",

@@ -29,7 +29,7 @@ from lockstep.parallel.ddp.buckets import Bucket, BucketSet
 from lockstep.parallel.ddp.comm_hooks import AllReduceMean, BucketReduction
 from lockstep.parallel.ddp.replicas import Replicas
 from lockstep.parallel.ddp.shares import Scaling
-from lockstep.parallel.ddp.updates import Updates, call_before_updates
+from lockstep.parallel.ddp.updates import Updates, call_before_updates, refuse_outside
 from lockstep.parallel.ddp.weighting import Weights, check_weight
 from lockstep.telemetry import ranges
 from lockstep.torch_internals import current_graph_task_id, in_backward_optimizers, queue_callback
@@ -388,7 +388,8 @@ class Reducer:
         if first is None or self.is_alone:
             return
         indices = chain((first,), updated)
-        self.replicas.add(optimizer)
+        if self.replicas.add(optimizer) and self._updates.is_strict:
+            refuse_outside(optimizer, set().union(*(other.bucket_set.index_of for other in live_reducers())))
         if self.is_collecting or (self._is_armed and current_graph_task_id() != -1):
             finished = [bucket.position for bucket in step.in_flight[: step.num_finished]] if step else []
             self._updates.refuse_early(optimizer, indices, finished)

@@ -39,11 +39,15 @@ class Replicas:
         self.every = 1000
         self.parameters: Callable[[], Mapping[str, Tensor]] | None = None
         self._optimizers: dict[int, weakref.ref[Optimizer]] = {}  # by id, in the order of their first update
+        self._num_groups: dict[int, int] = {}
         self._step = self._last_step = 0  # of the newest check, and of the one before
 
-    def add(self, optimizer: Optimizer) -> None:
-        """Record that an optimizer updates the model."""
+    def add(self, optimizer: Optimizer) -> bool:
+        """Record that an optimizer updates the model; return whether its groups are others than at its last update."""
         self._optimizers.setdefault(id(optimizer), weakref.ref(optimizer))
+        before = self._num_groups.get(id(optimizer))
+        self._num_groups[id(optimizer)] = len(optimizer.param_groups)
+        return before != len(optimizer.param_groups)
 
     def digest(self, step: int) -> int:
         """Return 16 bits of what should be equal on all ranks; 0 if no check is due. Blocks on a device.

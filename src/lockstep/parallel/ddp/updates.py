@@ -54,6 +54,26 @@ def call_before_updates(function: BeforeUpdate) -> Callable[[], object]:
     return partial(_functions.pop, function, None)
 
 
+def refuse_outside(optimizer: Optimizer, prepared: Set[int]) -> None:
+    """Refuse an optimizer over a trainable parameter that is in no prepared model.
+
+    Args:
+        optimizer: Of a prepared script.
+        prepared: The ids of the parameters of prepared models.
+
+    Raises:
+        ConfigurationError: There is such a parameter.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if parameter.requires_grad and id(parameter) not in prepared:
+                raise ConfigurationError(
+                    f"{type(optimizer).__name__} updates a parameter of shape {list(parameter.shape)}, in group "
+                    f"{number}, that is in no prepared model: its gradients would not be averaged over the ranks.\n"
+                    "Pass each trained model to prepare(), together with its optimizer or before."
+                )
+
+
 class Updates:
     """The optimizer steps over the parameters of one reducer.
 
