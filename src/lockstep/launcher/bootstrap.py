@@ -30,7 +30,6 @@ from pkgutil import resolve_name
 from types import ModuleType, TracebackType
 from typing import NoReturn
 
-import lockstep
 from lockstep import activity
 from lockstep.comm.shm import register_when_needed
 from lockstep.errors import RESUME_EXIT_CODE, LockstepError, is_of_signal_handler
@@ -281,7 +280,7 @@ def _forget_shadowed(folder: str) -> None:
             shadowed.add(name)
     if shadowed and "torch" in sys.modules:
         # Otherwise the parts that are imported later would get the program's files.
-        for name in ("torch._dynamo", *(f"lockstep.{name}" for name in lockstep.__all__)):
+        for name in ("torch._dynamo", *(f"lockstep.{name}" for name in resolve_name("lockstep").__all__)):
             with contextlib.suppress(ImportError):
                 resolve_name(name)
     for name in [name for name in sys.modules if name.partition(".")[0] in shadowed]:
