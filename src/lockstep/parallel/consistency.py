@@ -143,16 +143,17 @@ _SMALL, _ROW = 2**14, 256
 
 
 @torch.no_grad()
-def fold(tensors: Sequence[Tensor]) -> int:
-    """Return 16 bits of the bits of ``tensors``, as `checksum` does: much sooner if many are small. Blocks.
+def fold(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return a number on ``device`` of the bits of ``tensors``, as `checksum` does, but much sooner. Does not block.
 
     Swapped numbers are found if they are in different rows of `_ROW` numbers.
 
     Args:
         tensors: On any devices.
+        device: Of the result.
     """
-    total = 0
-    for place, group in enumerate(grouped(tensors, attrgetter("device")).values()):
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for place, (own, group) in enumerate(grouped(tensors, attrgetter("device")).items()):
         pieces, small = list[Tensor](), list[Tensor]()
         for numbers in map(_as_numbers, group):
             (pieces if len(numbers) > _SMALL else small).append(numbers)
@@ -162,14 +163,14 @@ def fold(tensors: Sequence[Tensor]) -> int:
             numbers = numbers.clone() if numbers.storage_offset() % 2 else numbers
             # Two at a time, without a conversion, which takes longer than the sum.
             rows = numbers[: num_rows * _ROW].view(torch.int64).view(num_rows, _ROW // 2).sum(1)
-            sums.append((rows * _odd(rows)).sum() - numbers[num_rows * _ROW :].sum())
-        total += (2 * place + 1) * int((torch.stack(sums) * _odd(sums)).sum())
-    return (total ^ total >> 16 ^ total >> 32 ^ total >> 48) & 0xFFFF
+            sums.append((rows * _odd(num_rows, own)).sum() - numbers[num_rows * _ROW :].sum())
+        total += (2 * place + 1) * (torch.stack(sums) * _odd(len(sums), own)).sum().to(device, non_blocking=True)
+    return total
 
 
-def _odd(sums: Tensor | list[Tensor]) -> Tensor:
-    """Return an odd factor for each of ``sums``."""
-    return torch.arange(len(sums), device=sums[0].device if len(sums) else "cpu") * 2 + 1
+def _odd(number: int, device: torch.device) -> Tensor:
+    """Return so many odd factors."""
+    return torch.arange(number, device=device) * 2 + 1
 
 
 def _as_numbers(tensor: Tensor) -> Tensor:

@@ -388,7 +388,7 @@ class Reducer:
         if first is None or self.is_alone:
             return
         indices = chain((first,), updated)
-        if self.replicas.add(optimizer) and self._updates.is_strict:
+        if self.replicas.before_update(optimizer, self.num_steps + 1) and self._updates.is_strict:
             refuse_outside(optimizer, set().union(*(other.bucket_set.index_of for other in live_reducers())))
         if self.is_collecting or (self._is_armed and current_graph_task_id() != -1):
             finished = [bucket.position for bucket in step.in_flight[: step.num_finished]] if step else []

@@ -1,26 +1,31 @@
 """Replicas that differ are found within a few steps: a digest of the model travels with the gradients."""
 
 import warnings
-import weakref
 import zlib
+from collections import deque
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lockstep.accelerator import HostCopy
 from lockstep.comm.collectives import Group, all_gather_object
 from lockstep.parallel.consistency import fold, refuse_difference
+
+# On a device, a digest is sent so many steps after it was taken: by then the host need not wait for it.
+_NUM_LATER = 5
 
 
 class Replicas:
     """Compares the model and the numbers of its optimizers between the ranks, without a collective of its own.
 
     [Note: the digest of replicas]
-    In the steps 1, 2, 4, 8, ... and each `every` steps, the weight message has 16 bits of the bits of all parameters,
-    and of the numbers (learning rates and others) in the groups of the optimizers that update them; see
-    [Note: weight messages]. They are taken when the backward begins, when the ranks should be equal. Optimizer state is
-    left out, which would cost two times as much: if it differs, so do the parameters after the next update.
+    In the steps 1, 2, 4, 8, ... and each `every` steps, 16 bits are taken of the bits of all parameters, when the
+    backward begins, and of the numbers (learning rates and others) in the groups of the optimizers that made the update
+    before. They travel in the weight message of this step, or on a device in that of a later one; see
+    [Note: weight messages]. Optimizer state is left out, which would cost two times as much: if it differs, so do the
+    parameters after the next update.
 
     If the digests differ, every rank reads it from the same sums, and all of them look for the first tensor that
     differs: only this needs collectives. 16 bits miss a difference once in 65,536 checks.
@@ -38,29 +43,69 @@ class Replicas:
         self._group, self._device = group, device
         self.every = 1000
         self.parameters: Callable[[], Mapping[str, Tensor]] | None = None
-        self._optimizers: dict[int, weakref.ref[Optimizer]] = {}  # by id, in the order of their first update
-        self._num_groups: dict[int, int] = {}
-        self._step = self._last_step = 0  # of the newest check, and of the one before
+        self._num_groups: dict[int, int] = {}  # of an optimizer, by its id
+        # Numbers of the update before the next check: by name, the step after it, and the parameters it has updated.
+        self._numbers: dict[str, float] = {}
+        self._numbers_of, self._updated = 0, set[int]()
+        # Digests that were not sent: their steps, and the digests of parameters and of numbers.
+        self._taken: deque[tuple[int, HostCopy, int]] = deque()
+        self._step = self._last_step = 0  # of the newest check that was sent, and of the one before
 
-    def add(self, optimizer: Optimizer) -> bool:
-        """Record that an optimizer updates the model; return whether its groups are others than at its last update."""
-        self._optimizers.setdefault(id(optimizer), weakref.ref(optimizer))
+    def _is_due(self, step: int) -> bool:
+        return self.parameters is not None and self.every > 0 and (step & (step - 1) == 0 or step % self.every == 0)
+
+    def before_update(self, optimizer: Optimizer, step: int) -> bool:
+        """Record an update; return whether the groups of the optimizer are others than at its last one.
+
+        Args:
+            optimizer: Updates the model.
+            step: The next one, counted from 1.
+        """
         before = self._num_groups.get(id(optimizer))
         self._num_groups[id(optimizer)] = len(optimizer.param_groups)
+        if self._is_due(step):
+            self._add_numbers(optimizer, step)
         return before != len(optimizer.param_groups)
 
+    def _add_numbers(self, optimizer: Optimizer, step: int) -> None:
+        """Record the numbers in the groups of an optimizer.
+
+        At once, and not by reference: when an optimizer that a script has dropped is freed, differs between ranks.
+        """
+        if self._numbers_of != step:
+            self._numbers, self._numbers_of, self._updated = {}, step, set()
+        parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if not parameters.isdisjoint(self._updated):
+            return  # the optimizer of a rank's part, within a ZeroRedundancyOptimizer
+        which = " of a further optimizer" * bool(self._updated)
+        self._updated |= parameters
+        self._numbers[f"number of parameter groups{which}"] = len(optimizer.param_groups)
+        for number, group in enumerate(optimizer.param_groups):
+            for name, value in group.items():
+                values = value if isinstance(value, tuple | list) and name != "params" else [value]
+                for index, each in enumerate(values):
+                    # Not a tensor on a device, for which the host would wait.
+                    is_number = isinstance(each, Tensor) and each.is_cpu and each.numel() == 1
+                    if is_number or isinstance(each, int | float):
+                        place = f"[{index}]" if values is value else ""
+                        self._numbers[f"{name}{place} of parameter group {number}{which}"] = float(each)
+
     def digest(self, step: int) -> int:
-        """Return 16 bits of what should be equal on all ranks; 0 if no check is due. Blocks on a device.
+        """Return 16 bits of what should be equal on all ranks; 0 if none are sent in this step.
 
         Args:
             step: Counted from 1.
         """
-        if self.parameters is None or not self.every or (step & (step - 1) and step % self.every):
+        if self.parameters is not None and self._is_due(step):
+            folded = fold(list(self.parameters().values()), self._device)
+            numbers = zlib.crc32(repr(self._numbers).encode()) if self._numbers_of == step else 0
+            self._taken.append((step, HostCopy(folded), numbers))
+        if not self._taken or (self._device.type != "cpu" and step < self._taken[0][0] + _NUM_LATER):
             return 0
-        self._step, self._last_step = step, self._step
-        parameters = self.parameters()
-        numbers = zlib.crc32(repr(self._numbers(parameters)).encode())
-        return (fold(list(parameters.values())) + numbers) & 0xFFFF
+        last, (self._step, copy, numbers) = self._step, self._taken.popleft()
+        self._last_step = last
+        total = int(copy.value if copy.has_arrived() else copy.read())
+        return ((total ^ total >> 16 ^ total >> 32 ^ total >> 48) + numbers) & 0xFFFF
 
     def refuse_difference(self) -> bool:
         """Compare everything; return whether replicas may differ in rounding, and are not compared any more.
@@ -79,9 +124,8 @@ class Replicas:
                 warnings.warn(text.format("; ".join(dict.fromkeys(kinds))), stacklevel=2)
             self.every = 0
             return True
-        parameters = self.parameters()
-        numbers = {name: torch.tensor(value, dtype=torch.float64) for name, value in self._numbers(parameters).items()}
-        replica = numbers | {f"parameter {name}": tensor for name, tensor in parameters.items()}
+        numbers = {name: torch.tensor(value, dtype=torch.float64) for name, value in self._numbers.items()}
+        replica = numbers | {f"parameter {name}": tensor for name, tensor in self.parameters().items()}
         since = f"They were equal at step {self._last_step}." if self._last_step else "They never were equal."
         refuse_difference(
             replica,
@@ -91,24 +135,6 @@ class Replicas:
             since=since,
         )
         return False
-
-    def _numbers(self, parameters: Mapping[str, Tensor]) -> dict[str, float]:
-        """Return the numbers in the groups that update the model, by name."""
-        own, numbers = set(map(id, parameters.values())), dict[str, float]()
-        optimizers = [optimizer for ref in self._optimizers.values() if (optimizer := ref()) is not None]
-        for place, optimizer in enumerate(optimizers):
-            which = f" of optimizer {place}" if len(optimizers) > 1 else ""
-            numbers[f"number of parameter groups{which}"] = len(optimizer.param_groups)
-            for number, group in enumerate(optimizer.param_groups):
-                if own.isdisjoint(map(id, group["params"])):
-                    continue
-                for name, value in group.items():
-                    values = value if isinstance(value, tuple | list) and name != "params" else [value]
-                    for index, each in enumerate(values):
-                        if isinstance(each, int | float) or (isinstance(each, Tensor) and each.numel() == 1):
-                            full = f"{name}{f'[{index}]' if values is value else ''} of parameter group {number}{which}"
-                            numbers[full] = float(each)
-        return numbers
 
 
 def _processor(device: torch.device) -> str:
