@@ -20,7 +20,8 @@ from tests.contract.tree import PACKAGE, sources
 
 OTHERS = {
     "data/loader.py": {"_on_queue_feeder_error"},  # of CPython: what a loader process does with an error
-    "launcher/bootstrap.py": {"_run_module_as_main"},  # of CPython: as ``python -m``
+    # Of CPython: as ``python -m``; what the interpreter does at its end, of a rank that has failed.
+    "launcher/bootstrap.py": {"_run_module_as_main", "_run_exitfuncs", "_shutdown"},
     "study/verify/causes.py": {"_value_"},  # documented, as are the next two
     "telemetry/heartbeat.py": {"_current_exceptions", "_current_frames"},
 }

@@ -174,7 +174,7 @@ def test_the_monitor_counts_the_steps_of_a_block_that_is_done_again_once(run, tm
     [
         ("optimizer", "", "SGD.step() was called in a block of lockstep.Recovery, which has no such part"),
         ("schedule", "begin3@1", "ExponentialLR has another state on the rank that takes the place of a lost one"),
-        ("counter", "begin3@1", "lr of parameter group 0 differs between rank 0 and rank 1"),
+        ("counter", "begin3@1", "lr of parameter group 0 (optimizer) differs between rank 0 and rank 1"),
         ("accumulation", "begin3@1", "No rank that is left holds the state of the run"),
         ("late", "end5@1", "No rank that is left holds the state of the run"),
         ("hook", "begin3@1", "A communication hook with a state cannot go on in place"),
