@@ -1,6 +1,7 @@
 """Replicas that drift apart: found at the next check, by the tensor's name, the ranks on each side, and since when."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -405,3 +406,19 @@ def test_processors_that_round_differently_are_a_warning(ranks):
         return [str(each.message).partition(",")[0] for each in caught if "round" in str(each.message)]
 
     assert ranks(2)(script) == [["Processors of several kinds round differently"], []]
+
+
+def test_an_optimizer_that_reports_no_steps_on_one_rank_is_no_difference(ranks):
+    """torch calls its hooks for some optimizers only, depending on what the process has created before."""
+
+    def script(world):
+        def quiet(parameters, lr):
+            optimizer = torch.optim.SGD(parameters, lr=lr)
+            if world.rank == 1:
+                optimizer.step = partial(torch.optim.SGD.step.__wrapped__, optimizer)
+            return optimizer
+
+        return train(world, lockstep.DistributedDataParallel, lambda *_: None, quiet).tolist()
+
+    first, second = ranks(2)(script)
+    assert first == second

@@ -47,8 +47,9 @@ class Replicas:
         # Numbers of the update before the next check: by name, the step after it, and the parameters it has updated.
         self._numbers: dict[str, float] = {}
         self._numbers_of, self._updated = 0, set[int]()
-        # Digests that were not sent: their steps, and the digests of parameters and of numbers.
-        self._taken: deque[tuple[int, HostCopy, int]] = deque()
+        # What was not sent: the step, a digest of the parameters, and the numbers; and the numbers that were sent last.
+        self._taken: deque[tuple[int, HostCopy, dict[str, float]]] = deque()
+        self._compared: dict[str, float] = {}
         self._step = self._last_step = 0  # of the newest check that was sent, and of the one before
 
     def _is_due(self, step: int) -> bool:
@@ -98,17 +99,17 @@ class Replicas:
         """
         if self.parameters is not None and self._is_due(step):
             folded = fold(list(self.parameters().values()), self._device)
-            numbers = zlib.crc32(repr(self._numbers).encode()) if self._numbers_of == step else 0
-            self._taken.append((step, HostCopy(folded), numbers))
+            self._taken.append((step, HostCopy(folded), self._numbers if self._numbers_of == step else {}))
         if not self._taken or (self._device.type != "cpu" and step < self._taken[0][0] + _NUM_LATER):
             return 0
-        last, (self._step, copy, numbers) = self._step, self._taken.popleft()
-        self._last_step = last
+        self._last_step = self._step
+        self._step, copy, self._compared = self._taken.popleft()
         total = int(copy.value if copy.has_arrived() else copy.read())
+        numbers = zlib.crc32(repr(sorted(self._compared.items())).encode()) if self._compared else 0
         return ((total ^ total >> 16 ^ total >> 32 ^ total >> 48) + numbers) & 0xFFFF
 
     def refuse_difference(self) -> bool:
-        """Compare everything; return whether replicas may differ in rounding, and are not compared any more.
+        """Compare everything; return whether digests may differ though replicas do not, but for rounding.
 
         Collective: every rank. Blocks.
 
@@ -124,7 +125,10 @@ class Replicas:
                 warnings.warn(text.format("; ".join(dict.fromkeys(kinds))), stacklevel=2)
             self.every = 0
             return True
-        numbers = {name: torch.tensor(value, dtype=torch.float64) for name, value in self._numbers.items()}
+        # Which optimizers report their steps depends on what a process has created before: some never do.
+        known = all_gather_object(sorted(self._compared), group=self._group, device=self._device)
+        common = sorted(set(known[0]).intersection(*known))
+        numbers = {name: torch.tensor(self._compared[name], dtype=torch.float64) for name in common}
         replica = numbers | {f"parameter {name}": tensor for name, tensor in self.parameters().items()}
         since = f"They were equal at step {self._last_step}." if self._last_step else "They never were equal."
         refuse_difference(
@@ -134,7 +138,7 @@ class Replicas:
             now=f" (before the update of step {self._step})",
             since=since,
         )
-        return False
+        return any(len(names) > len(common) for names in known)
 
 
 def _processor(device: torch.device) -> str:
