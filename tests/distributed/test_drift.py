@@ -392,6 +392,7 @@ def test_scripts_in_which_replicas_agree_are_left_alone(ranks):
 
 def test_processors_that_round_differently_are_a_warning(ranks):
     def script(world):
+        num_threads = torch.get_num_threads()
         torch.set_num_threads(1 + world.rank)
 
         def step(number, net, optimizer):
@@ -402,7 +403,7 @@ def test_processors_that_round_differently_are_a_warning(ranks):
                 warnings.simplefilter("always")
                 train(world, lockstep.DistributedDataParallel, step)
         finally:
-            torch.set_num_threads(1)
+            torch.set_num_threads(num_threads)
         return [str(each.message).partition(",")[0] for each in caught if "round" in str(each.message)]
 
     assert ranks(2)(script) == [["Processors of several kinds round differently"], []]
