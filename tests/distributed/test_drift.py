@@ -390,6 +390,23 @@ def test_scripts_in_which_replicas_agree_are_left_alone(ranks):
     assert first == second
 
 
+def test_another_rate_is_an_error_on_any_processors(ranks):
+    def script(world):
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(1 + world.rank)
+
+        def step(number, net, optimizer):
+            optimizer.param_groups[0]["lr"] = 0.01 + 0.01 * world.rank
+
+        try:
+            with pytest.raises(ReplicasDiffer, match="lr of parameter group 0 differs between rank 0 and rank 1"):
+                train(world, lockstep.DistributedDataParallel, step)
+        finally:
+            torch.set_num_threads(num_threads)
+
+    ranks(2)(script)
+
+
 def test_processors_that_round_differently_are_a_warning(ranks):
     def script(world):
         num_threads = torch.get_num_threads()

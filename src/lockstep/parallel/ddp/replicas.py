@@ -118,26 +118,22 @@ class Replicas:
         """
         if self.parameters is None:
             return False
+        # Which optimizers report their steps depends on what a process has created before: some never do.
+        known = all_gather_object(sorted(self._compared), group=self._group, device=self._device)
+        common = sorted(set(known[0]).intersection(*known))
+        replica = {name: torch.tensor(self._compared[name], dtype=torch.float64) for name in common}
         kinds = all_gather_object(_processor(self._device), group=self._group, device=self._device)
-        if len(set(kinds)) > 1:
+        if len(set(kinds)) == 1:
+            replica |= {f"parameter {name}": tensor for name, tensor in self.parameters().items()}
+        since = f"They were equal at step {self._last_step}." if self._last_step else "They never were equal."
+        now = f" (before the update of step {self._step})"
+        refuse_difference(replica, group=self._group, device=self._device, now=now, since=since)
+        if len(set(kinds)) > 1:  # numbers are the same on any processor, parameters are not
             if self._group.rank() == 0:
                 text = "Processors of several kinds round differently, so the ranks do not hold the same bits: {}."
                 warnings.warn(text.format("; ".join(dict.fromkeys(kinds))), stacklevel=2)
             self.every = 0
             return True
-        # Which optimizers report their steps depends on what a process has created before: some never do.
-        known = all_gather_object(sorted(self._compared), group=self._group, device=self._device)
-        common = sorted(set(known[0]).intersection(*known))
-        numbers = {name: torch.tensor(self._compared[name], dtype=torch.float64) for name in common}
-        replica = numbers | {f"parameter {name}": tensor for name, tensor in self.parameters().items()}
-        since = f"They were equal at step {self._last_step}." if self._last_step else "They never were equal."
-        refuse_difference(
-            replica,
-            group=self._group,
-            device=self._device,
-            now=f" (before the update of step {self._step})",
-            since=since,
-        )
         return any(len(names) > len(common) for names in known)
 
 
