@@ -29,7 +29,7 @@ from lockstep.containers import map_tensors
 from lockstep.data.order import BatchSplit, GlobalOrder, Purpose, ShardOrder, mix, seed_cpu
 from lockstep.data.tokens import TokenFiles
 from lockstep.env import check_socket_folder
-from lockstep.errors import DataError, LoaderDied, LockstepError
+from lockstep.errors import ConfigurationError, DataError, LoaderDied, LockstepError
 from lockstep.rank_files import EARLY_SIGNALS
 
 # --- Samples that cannot be read
@@ -276,6 +276,7 @@ class Fetch(Dataset[MicroBatch]):
         self._epochs, self._epoch = epochs, -1
         self._samples, self._collate, self._skip_bad, self._seed = samples, options.collate, options.skip_bad, seed
         self._read_at_once = batched_getitem(samples, options.collate)
+        self._num_samples = len(samples)
 
     def __getitem__(self, request: Request) -> MicroBatch:
         if request.epoch != self._epoch:
@@ -283,6 +284,12 @@ class Fetch(Dataset[MicroBatch]):
                 seed_cpu(mix(self._seed, Purpose.SAMPLE, request.epoch))  # for what shuffles then
                 dataset.set_epoch(request.epoch)
             self._epoch = request.epoch
+            if self._epochs and len(self._samples) != self._num_samples:
+                raise ConfigurationError(
+                    f"Task.dataset has {len(self._samples)} samples after set_epoch({request.epoch}), but had "
+                    f"{self._num_samples} when the run began, which determines its steps.\nGive it the same number in "
+                    "each epoch, or make it an IterableDataset."
+                )
         bad: list[BadSample] = []
         micro = MicroBatch(request.step, request.num_global, [], [], [])
         for number, indices in request.shares.items():
@@ -368,13 +375,19 @@ _WHAT_TO_DO = {
 def explaining_worker_failures(rank: int) -> Iterator[None]:
     """Inside the block, add advice to the error about the death of a loader process.
 
-    Torch raises it from a signal handler, so it may occur anywhere, not only while waiting for a batch.
+    Torch raises it from a signal handler, so it may occur anywhere, not only while waiting for a batch. Of our own
+    errors in such a process, torch's error has the traceback in its text, which is omitted.
 
     Raises:
         LoaderDied: A loader process of ``rank`` is gone.
     """
     try:
         yield
+    except LockstepError as error:
+        kind = type(error)
+        if not str(error).startswith(f"Caught {kind.__name__} in"):
+            raise
+        raise kind(str(error).rpartition(f"{kind.__name__}: ")[2].strip()) from None
     except RuntimeError as error:
         if not str(error).startswith("DataLoader worker (pid"):
             raise

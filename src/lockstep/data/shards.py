@@ -404,6 +404,7 @@ class ShardedDataset(Dataset[Any]):
         self._decode, self._window, self._num_lanes, self._cache_bytes = decode, window, lanes, cache_bytes
         listed = [shards] if isinstance(shards, str | os.PathLike) else shards
         urls = [os.path.expanduser(os.fspath(path)) for path in listed]
+        _footer.cache_clear()  # this process may have read files of the same names that were written again since
         store, paths = _expand(urls)
         paths, self._format = _open_shards(store, paths, columns)
         self._url, self._paths = urls[0], np.array(paths)
@@ -535,6 +536,8 @@ def _expand(urls: Sequence[str]) -> tuple[Any, list[str]]:
         DataError: No file has a name.
     """
     stores = [_store_of(url, os.getpid()) for url in urls]
+    for store in stores[:1]:
+        store.invalidate_cache()  # of listings
     if not urls or any(store != stores[0] for store in stores):
         raise ConfigurationError("The shards are in no or several object stores.\nGive the shards of one store.")
     paths: list[str] = []

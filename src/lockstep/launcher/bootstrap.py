@@ -28,7 +28,7 @@ from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder, Sou
 from multiprocessing import current_process
 from pkgutil import resolve_name
 from types import ModuleType, TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lockstep import activity
 from lockstep.comm.shm import register_when_needed
@@ -213,16 +213,32 @@ def run_call(run_dir: str) -> None:
     """Run the call that `lockstep.launch` wrote to ``run_dir``, and write the result, or the exception, there."""
     import pickle
 
-    _fresh_main()
+    main = _fresh_main()
+
+    class IntoMain(pickle.Unpickler):
+        """Gives functions of the script's ``__main__`` the names of this one, where torch.compile looks for them.
+
+        cloudpickle gives them a dictionary of their own; so it does here if its private function has another name.
+        """
+
+        def find_class(self, module: str, name: str) -> Any:
+            found = super().find_class(module, name)
+            if (module, name) != ("cloudpickle.cloudpickle", "_make_function"):
+                return found
+
+            def make(code: object, names: dict[str, Any], *rest: object) -> Any:
+                return found(code, vars(main) if names.get("__name__") == "__main__" else names, *rest)
+
+            return make
+
     with open(os.path.join(run_dir, "call"), "rb") as sent:
         path, sources = pickle.load(sent)
         _forget_shadowed(path[0])
         sys.path[:] = path
         for name, lines in sources.items():
             linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
-        import cloudpickle
-
-        fn, args = cloudpickle.load(sent)
+        fn, args = IntoMain(sent).load()
+    import cloudpickle
 
     def leave(kind: str, value: object) -> None:
         rank_file(run_dir, kind, own_name()).write_bytes(cloudpickle.dumps(value))

@@ -166,7 +166,7 @@ class EarlyStopping:
     """
 
     def __init__(self, metric: str = "loss", patience: int = 5) -> None:
-        self._monitor, self._patience = Monitor.of(metric), patience
+        self.monitor, self._patience = Monitor.of(metric), patience
         self._best, self._at, self._num_since = float("inf"), 0, 0
 
     def on_start(self, run: RunView) -> None:
@@ -177,7 +177,7 @@ class EarlyStopping:
         """Compare the metric with the best one so far."""
         if self._num_since >= self._patience:
             return  # it is evaluated once more after a resume
-        score = self._monitor.score(run.metrics)
+        score = self.monitor.score(run.metrics)
         if score < self._best:
             self._best, self._at, self._num_since = score, run.step, 0
         else:
@@ -186,7 +186,7 @@ class EarlyStopping:
 
     def _judge(self, run: RunView) -> None:
         if self._num_since >= self._patience:
-            best = f"{self._monitor.name} {self._monitor.sign * self._best:.4f}"
+            best = f"{self.monitor.name} {self.monitor.sign * self._best:.4f}"
             run.stop(f"no better than {best} after step {self._at} in {self._num_since} evaluations")
 
     def state_dict(self) -> dict[str, Any]:

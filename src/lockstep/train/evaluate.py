@@ -5,7 +5,7 @@ import random
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -199,10 +199,11 @@ class Evaluator:
             self.try_out()
         return self._run(self.inference(), self.samples)
 
-    def try_out(self) -> None:
+    def try_out(self) -> set[str]:
         """Evaluate the first batch on every rank, so that what is wrong is found before the training.
 
-        Model, metrics and random state are unchanged afterwards.
+        Model, metrics and random state are unchanged afterwards. Returns the names of the metrics; empty if no sample
+        of the batch can be read.
 
         Collective with fsdp: every rank. Blocks.
 
@@ -216,7 +217,8 @@ class Evaluator:
             first = (
                 _First(self.samples, size) if is_stream else Subset(self.samples, range(min(size, len(self.samples))))
             )
-            self._run(inference, first, is_trial=True)
+            names = self._run(inference, first, is_trial=True).keys()
+        return {*names, *self.metrics.names} if names else set()
 
     def _run(self, inference: Inference, samples: Any, *, is_trial: bool = False) -> dict[str, float]:
         sums: dict[int, dict[str, Tensor]] = {number: {} for number in inference.numbers}
@@ -280,6 +282,11 @@ class _MetricStates:
         self._kept: dict[int, dict[str, dict[str, Any]]] = {}
         self._sizes: dict[int, int] = {}  # samples of each part
         self.are_known = False
+
+    @property
+    def names(self) -> Iterable[str]:
+        """Of those that were returned so far."""
+        return self._metrics
 
     def measure(
         self, function: Callable[..., Mapping[str, Any]], model: nn.Module, batch: Any, device: torch.device

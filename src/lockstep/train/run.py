@@ -192,8 +192,10 @@ class Run:
         samples = build_dataset(task, evaluation=True)
         evaluator = Evaluator(task, functools.partial(Inference.of, trainer), samples)
         check(samples, "Task.eval_dataset", seed=seed)
-        if not self._world.is_late:
-            evaluator.try_out()
+        if not self._world.is_late and (names := evaluator.try_out()):
+            stopping = [each.monitor for each in self._callbacks.given if isinstance(each, EarlyStopping)]
+            for monitor in (self._monitor, *stopping):
+                monitor.score(dict.fromkeys(names, 0.0))  # an error if it has another name
         return evaluator
 
     def _open_recovery(self, *, is_late: bool) -> Recovery | None:
