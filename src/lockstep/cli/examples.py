@@ -27,6 +27,8 @@ def examples(folder: str) -> None:
         shutil.copytree(source, folder, ignore=shutil.ignore_patterns("__pycache__"))
     except FileExistsError as error:
         raise ConfigurationError(f"{folder} already exists.\nName another folder: lockstep examples FOLDER") from error
+    except OSError as error:
+        raise ConfigurationError(f"{folder} cannot be made: {error.strerror}.\nName another folder.") from error
     for file in sorted(Path(folder).glob("*.py")):
         _, title, _ = re.split(r'"""|\n', file.read_text(encoding="utf-8"), maxsplit=2)
         click.echo(f"{file}  {title}")

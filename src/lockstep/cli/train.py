@@ -265,16 +265,18 @@ def _train_here(task_file: str, settings: FitSettings) -> int:
     return fit_with(load_task(task_file), settings).exit_code
 
 
-def _not_a_task(_context: click.Context, _parameter: click.Parameter, checkpoint: str) -> str:
+def _checked_checkpoint(_context: click.Context, _parameter: click.Parameter, checkpoint: str) -> str:
     if checkpoint.endswith(".py"):
         raise ConfigurationError(
             f"{checkpoint} is not a checkpoint.\nName the checkpoint first: lockstep evaluate CHECKPOINT {checkpoint}"
         )
+    if "://" not in checkpoint and not os.path.exists(checkpoint):
+        raise ConfigurationError(f"{checkpoint} does not exist.\nName the folder of a run, or a file of --export.")
     return checkpoint
 
 
 @command()
-@click.argument("checkpoint", callback=_not_a_task)
+@click.argument("checkpoint", callback=_checked_checkpoint)
 @takes_task
 @click.option("--best", is_flag=True, help="Of a run, the checkpoint that --keep-best has kept; default: the newest.")
 @settings_options(FitSettings, "devices", "global_batch_size", "precision", "workers", "reproducible")
@@ -297,7 +299,8 @@ def evaluate(checkpoint: str, task_file: str, best: bool, devices: int | None, *
     from lockstep.train.task import load_task
 
     task = load_task(task_file)
-    results = inference.evaluate(task, model=checkpoint, best=best, devices=num_devices(devices), **options)
+    step, results = inference.evaluate_at(task, model=checkpoint, best=best, devices=num_devices(devices), **options)
     if int(os.environ.get("RANK", 0)) == 0:
-        click.echo(f"{task.name}: {'  '.join(f'{name} {value:.4f}' for name, value in results.items())}")
+        after = "" if step is None else f" after step {step}"
+        click.echo(f"{task.name}{after}: {'  '.join(f'{name} {value:.4f}' for name, value in results.items())}")
     return 0

@@ -473,7 +473,11 @@ class ShardedDataset(Dataset[Any]):
             else:
                 fetch, read = partial(self._format.fetch, place), partial(self._format.read, place)
                 sample = self._cache.read(place.name, fetch, read)
-        return sample if self._decode is None else self._decode(sample)
+        try:
+            return sample if self._decode is None else self._decode(sample)
+        except Exception as error:
+            error.add_note(f"decode raised it for sample {index}, {place.path}{where.partition(',')[0]}.")
+            raise
 
     def _place(self, index: int, epoch: int) -> _Place:
         number = int(np.searchsorted(self._ends, index, side="right"))

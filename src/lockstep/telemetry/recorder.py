@@ -50,6 +50,8 @@ PERIOD_S = 1.0
 _FIRST_S = 0.3
 # With more ranks, snapshots are made less often.
 _RANKS_A_SECOND = 64
+# So long ranks keep events that rank zero delivers.
+_KEPT_S = 10.0
 _JOIN_S = 8.0
 # So many steps are evaluated at a time; in the pause, the training thread gets the interpreter lock.
 _PIECE, _PIECE_PAUSE_S = 32, 0.001
@@ -468,7 +470,7 @@ class Recorder:
         log_to, memory, facts = self._of_lead
         self._session = getattr(self, "_session", {}) | facts()
         if log_to:
-            info = run_info(self._session, memory or self._run_dir, self._first_step, is_fresh=False)
+            info = run_info(self._session, memory or self._run_dir, self.num_done(), is_fresh=False)
             self.sinks, problem = open_sinks(log_to, info)
             if problem is not None:
                 activity.log(problem)
@@ -587,7 +589,10 @@ class Recorder:
         if self.place.rank != 0 and self.keys is not None:
             self.keys.post([self._num_reports, asdict(figures)])
         if not self._deliveries:
-            return  # the run is only recorded
+            # The run is only recorded. If rank zero dies, it may not have delivered these, and this rank may lead.
+            since = time.time() - _KEPT_S
+            self._events = [event for event in events if event.time + (event.seconds or 0.0) > since]
+            return
         self._run = replace(
             self._run,
             time=time.time(),

@@ -212,8 +212,10 @@ class TensorBoard(MetricsSink):
         # Unbuffered, so that nothing is left to write when it is closed after an error.
         self._records = RecordWriter(path.open("xb", buffering=0))
         self._add(file_version="brain.Event:2")
-        # TensorBoard then hides what other files in the folder have from this step on.
-        self._add(step=run.first_step, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
+        # TensorBoard then hides what other files in the folder have from this step on. The evaluation after the last
+        # step that is done was made before its checkpoint.
+        begin = run.first_step + 1 if run.first_step else 0
+        self._add(step=begin, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
         if run.first_step == 0:
             rows = "\n".join(f"| {name} | {' '.join(str(value).split())} |" for name, value in run.config.items())
             self._add(summary=text("run", f"| {run.name} | |\n|---|---|\n{rows}"))

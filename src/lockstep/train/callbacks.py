@@ -8,6 +8,7 @@ from typing import Any, Protocol, final
 from torch import Tensor, nn
 
 from lockstep.data.stream import Stateful
+from lockstep.errors import ConfigurationError
 from lockstep.train.checkpoints.object_store import Place
 from lockstep.train.evaluate import Evaluation
 from lockstep.train.settings import Monitor
@@ -102,7 +103,15 @@ class RunView:
         Args:
             name: In sinks ``log/name``; in ``on_evaluation``, where it becomes one of the metrics, ``eval/name``.
             value: A number, or a tensor with one.
+
+        Raises:
+            ConfigurationError: They are something else.
         """
+        is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float)
+        if not (is_number and isinstance(name, str)):
+            raise ConfigurationError(
+                f"run.log({name!r}, {value!r}) is not a name and a number.\nGive a number, or a tensor with one element."
+            )
         self._run.log(name, value)
 
 

@@ -24,6 +24,7 @@ from lockstep.env import Launcher, RankEnv
 from lockstep.errors import ConfigurationError
 from lockstep.train.checkpoints.model_state import load_state_dict, plain_names
 from lockstep.train.evaluate import Evaluator, Inference
+from lockstep.train.result import FitResult
 from lockstep.train.settings import Precision, Settings
 from lockstep.train.step_parts import autocast
 from lockstep.train.strategies.reproducible import Arithmetic, virtual_shards
@@ -61,13 +62,19 @@ def evaluate(  # noqa: D417 - some arguments share a line
         ConfigurationError: The task has no evaluation data, or the weights do not fit its model.
         CheckpointError: They cannot be read.
     """
+    options = {"global_batch_size": global_batch_size, "precision": precision, "workers": workers}
+    return evaluate_at(task, model=model, best=best, devices=devices, reproducible=reproducible, **options)[1]
+
+
+def evaluate_at(
+    task: Task, *, model: Weights, best: bool, devices: int | None, **options: Any
+) -> tuple[int | None, dict[str, float]]:
+    """Return what `evaluate` does, after the step of the run whose weights these are, if it is known."""
     if task.eval_dataset is None:
         raise ConfigurationError("evaluate needs eval_dataset.\nAdd eval_dataset=... to the task.")
-    settings = Settings(
-        global_batch_size=global_batch_size, precision=precision, workers=workers, reproducible=reproducible
-    )
-    metrics: dict[str, float] = _on_ranks(_evaluate, (task, settings, _portable(model), best), devices)
-    return metrics
+    arguments = task, Settings(**options), _portable(model, best), best
+    measured: tuple[int | None, dict[str, float]] = _on_ranks(_evaluate, arguments, devices)
+    return measured
 
 
 def predict(  # noqa: D417 - some arguments share a line
@@ -110,7 +117,9 @@ def predict(  # noqa: D417 - some arguments share a line
     settings = Settings(
         global_batch_size=global_batch_size, precision=precision, workers=workers, reproducible=reproducible
     )
-    args = task, dataset, settings, _portable(model), best, forward or _forward
+    if forward is not None and not callable(forward):
+        raise ConfigurationError(f"forward={forward!r} is not a function.\nGive one of (model, batch), or omit it.")
+    args = task, dataset, settings, _portable(model, best), best, forward or _forward
     return _on_ranks(_predict, args, devices)
 
 
@@ -118,8 +127,20 @@ def _forward(model: nn.Module, batch: Any) -> Any:
     return model(batch[0] if isinstance(batch, list | tuple) else batch)
 
 
-def _portable(model: Weights) -> dict[str, Any] | str:
-    """Return weights on the CPU by name, which can be sent to ranks, or a path. Collective if they are sharded."""
+def _portable(model: Weights, best: bool) -> dict[str, Any] | str:
+    """Return weights on the CPU by name, which can be sent to ranks, or a path. Collective if they are sharded.
+
+    Raises:
+        ConfigurationError: It is neither, or there is no best one of it.
+    """
+    if not isinstance(model, nn.Module | str | os.PathLike):
+        advice = "Give the model of the result: model=result.model." if isinstance(model, FitResult) else ""
+        raise ConfigurationError(
+            f"model is a {type(model).__name__}, not a module or a path.\n"
+            f"{advice or 'Give a model, or where its weights are.'}"
+        )
+    if best and (isinstance(model, nn.Module) or os.fspath(model).endswith(".safetensors")):
+        raise ConfigurationError("best needs the folder of a run.\nName one, or omit best (--best).")
     if not isinstance(model, nn.Module):
         return os.fspath(model)
     state = {name: whole(value) for name, value in plain_names(model.state_dict()).items()}
@@ -142,12 +163,12 @@ def _on_ranks(function: Callable[..., Any], arguments: tuple[Any, ...], devices:
 @contextlib.contextmanager
 def _inference(
     task: Task, settings: Settings, weights: dict[str, Any] | str, best: bool
-) -> Iterator[tuple[Task, Inference]]:
-    """Yield the task and its model with the weights, on the device of this rank. Collective: every rank."""
+) -> Iterator[tuple[Task, Inference, int | None]]:
+    """Yield the task, its model with the weights on the device of this rank, and their step. Collective: every rank."""
     opened = World.opened
     with init() if opened is None else contextlib.nullcontext(opened) as world, explaining_worker_failures(world.rank):
         task, is_exact = prepare(task, world), settings.reproducible is not None
-        model = build_model(task, world.device)
+        model, step = build_model(task, world.device), None
         if isinstance(weights, dict):
             _load(model, weights)
         elif weights.endswith(".safetensors"):
@@ -159,14 +180,14 @@ def _inference(
         else:
             from lockstep.train.checkpoints.checkpoint import load
 
-            load(weights, model=model, best=best)
+            step = load(weights, model=model, best=best).get("num_steps_done")
         size = settings.global_batch_size or task.global_batch_size
         shards = virtual_shards("ddp", world, [world.device], settings)
         split = BatchSplit(world.world_size, range(world.rank, world.rank + 1), 1) if shards is None else shards.split
         loading = LoadOptions(task.collate, settings.workers, world.device.type != "cpu")
         arithmetic = Arithmetic(1 if is_exact else None, is_exact)
         group = world.group if world.world_size > 1 else None
-        yield task, Inference(model, settings, split, size, loading, arithmetic, world.device, group)
+        yield task, Inference(model, settings, split, size, loading, arithmetic, world.device, group), step
 
 
 def _load(model: nn.Module, weights: dict[str, Any]) -> None:
@@ -178,17 +199,19 @@ def _load(model: nn.Module, weights: dict[str, Any]) -> None:
         ) from error
 
 
-def _evaluate(task: Task, settings: Settings, weights: dict[str, Any] | str, best: bool) -> dict[str, float]:
-    with _inference(task, settings, weights, best) as (task, inference):
+def _evaluate(
+    task: Task, settings: Settings, weights: dict[str, Any] | str, best: bool
+) -> tuple[int | None, dict[str, float]]:
+    with _inference(task, settings, weights, best) as (task, inference, step):
         evaluator = Evaluator(task, lambda: inference, build_dataset(task, evaluation=True))
         evaluator.try_out()
-        return evaluator.run()
+        return step, evaluator.run()
 
 
 def _predict(
     task: Task, dataset: Any, settings: Settings, weights: dict[str, Any] | str, best: bool, forward: Forward
 ) -> Any:
-    with _inference(task, settings, weights, best) as (_, inference):
+    with _inference(task, settings, weights, best) as (_, inference, _step):
         outputs: list[Any] = []
 
         def act(_number: int, micro: MicroBatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -532,10 +533,19 @@ class Run:
         """Take the weights that `fit` returns, and call ``on_end``. Collective: every rank."""
         is_first, checkpoints = self._final is None, self._checkpoints
         self._final = self.trainer.final_model()
-        if self._settings.load_best and checkpoints is not None and not self.stops:
-            self.trainer.load_weights(checkpoints.load_best())
+        if self._settings.load_best and checkpoints is not None and not self.stops and self._has_best():
+            state = checkpoints.load_best()
+            self.trainer.load_weights(state)
+            self._display.log(f"weights of the best evaluation, after step {state['state']['num_steps_done']}")
         if is_first:  # else a rank was lost after that
             self._call("on_end")
+
+    def _has_best(self) -> bool:
+        """Return whether an evaluation was the best; otherwise log that there is none."""
+        has_best = self._best is not None and math.isfinite(self._monitor.score(self._best.metrics))
+        if not has_best:
+            self._log("remark", f"{self._monitor.name} was never a number: the weights are those of the last step")
+        return has_best
 
     def stop(self) -> FitResult:
         """Save, and return the result so far.

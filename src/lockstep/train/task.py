@@ -40,6 +40,8 @@ def check_callbacks(callbacks: Sequence[object]) -> None:
     Raises:
         ConfigurationError: There is such a callback; names the methods that there are.
     """
+    if not isinstance(callbacks, Sequence):
+        raise ConfigurationError("callbacks is not a list.\nGive one: callbacks=[MyCallback()].")
     for callback in callbacks:
         name = getattr(callback, "__name__", type(callback).__name__)
         methods = [point for point in dir(callback) if point.startswith("on_") and callable(getattr(callback, point))]
