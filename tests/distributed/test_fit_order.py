@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+import lockstep
+from lockstep.errors import ConfigurationError
 from lockstep.train.settings import Settings
 from lockstep.train.trainer import Trainer
 from tests.training import make_task, relative_error, samples
@@ -61,6 +63,42 @@ def train(world, strategy, state, num_steps, settings, size):
         steps.append(torch.cat(seen) if seen else torch.zeros(0, 4, dtype=torch.float64))
     loop.close()
     return steps, loop.state_dict()
+
+
+class Curriculum(Dataset):
+    """A data set with other samples in each epoch."""
+
+    def __init__(self, sizes):
+        self.sizes, self.epoch = sizes, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return self.sizes[self.epoch]
+
+    def __getitem__(self, index):
+        assert index < len(self)
+        return torch.full((6,), float(index), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("sizes", [[8, 16], [16, 8]])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_data_set_that_changes_its_size_ends_the_run(sizes, workers):
+    steps = []
+
+    def loss(model, batch):
+        steps.append(len(batch))
+        return model(batch).square().mean()
+
+    task = make_task(dataset=lambda: Curriculum(sizes), loss=loss, eval_dataset=None, metrics=None, global_batch_size=4)
+    with pytest.raises(ConfigurationError) as error:
+        lockstep.fit(task, epochs=2, workers=workers, quiet=True)
+    assert str(error.value) == (
+        f"Task.dataset has {sizes[1]} samples after set_epoch(1), but had {sizes[0]} when the run began, which "
+        "determines its steps.\nGive it the same number in each epoch, or make it an IterableDataset."
+    )
+    assert steps == [4] * (sizes[0] // 4)
 
 
 def weights(state):

@@ -169,6 +169,31 @@ def test_what_is_no_metric_is_found_before_the_first_step(metrics, text):
     assert not any(steps), "nothing was trained"
 
 
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"keep_best": "acuracy:max", "checkpoint": "run"},
+        {"early_stopping": "acuracy:max"},
+        {"callbacks": [lockstep.EarlyStopping("acuracy:max")]},
+    ],
+)
+def test_a_metric_that_there_is_not_is_found_before_the_first_step(wanted, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigurationError) as error:
+        lockstep.fit(task_of(31, metrics=accuracy_alone), steps=4, quiet=True, **wanted)
+    assert str(error.value) == "The evaluation has no metric 'acuracy'.\nName one of those it has: accuracy, loss."
+
+
+def test_without_a_best_evaluation_the_last_weights_are_named(tmp_path, capsys):
+    def never(model, batch):
+        return {"never": torch.full((len(batch[0]),), float("nan"))}
+
+    how = {"steps": 4, "eval_every": 2, "load_best": True, "checkpoint": tmp_path, "view": "lines"}
+    result = lockstep.fit(task_of(31, metrics=never), keep_best="never", **how)
+    assert "never was never a number: the weights are those of the last step\n" in capsys.readouterr().out
+    assert lockstep.evaluate(task_of(31), model=result.model)["loss"] == pytest.approx(result.metrics["loss"])
+
+
 def test_the_trial_changes_nothing_of_the_run():
     def weights(**changes):
         model = lockstep.fit(task_of(31, model=dropping, metrics=None, **changes), steps=4, quiet=True).model
@@ -417,6 +442,18 @@ def test_ranks_are_started_for_a_result(tmp_path):
             lambda: lockstep.evaluate(task_of(3), model="nowhere.safetensors"),
             "nowhere.safetensors does not exist.\nName a file that --export has written.",
         ),
+        (
+            lambda: lockstep.evaluate(task_of(3), model=lockstep.fit(task_of(3), steps=1, quiet=True)),
+            "model is a FitResult, not a module or a path.\nGive the model of the result: model=result.model.",
+        ),
+        (
+            lambda: lockstep.evaluate(task_of(3), model="weights.safetensors", best=True),
+            "best needs the folder of a run.\nName one, or omit best (--best).",
+        ),
+        (
+            lambda: lockstep.predict(task_of(3), data(3), model=network(), forward="x"),
+            "forward='x' is not a function.\nGive one of (model, batch), or omit it.",
+        ),
     ],
 )
 def test_what_cannot_be_evaluated_is_named(act, text):
@@ -447,11 +484,16 @@ def test_the_command_prints_the_metrics(tmp_path):
     done = run_lockstep("train", mine, *how, env=os.environ)
     assert done.code == 0, done.err
     last = [line for line in done.out.splitlines() if "evaluation: " in line][-1].partition("evaluation: ")[2]
-    for checkpoint, flags in ((folder, ["--devices", "2"]), (tmp_path / "mine.safetensors", [])):
+    files = (folder, ["--devices", "2"], " after step 6"), (tmp_path / "mine.safetensors", [], "")
+    for checkpoint, flags, after in files:
         done = run_lockstep("evaluate", checkpoint, mine, *flags, env=os.environ)
-        assert (done.code, done.out) == (0, f"mine: {last}\n"), done.err
-    done = run_lockstep("evaluate", mine, folder, env=os.environ)
-    assert (done.code, done.err) == (
-        2,
-        f"lockstep: {mine} is not a checkpoint.\nName the checkpoint first: lockstep evaluate CHECKPOINT {mine}\n",
-    )
+        assert (done.code, done.out) == (0, f"mine{after}: {last}\n"), done.err
+    for arguments, text in (
+        (
+            [mine, folder],
+            f"{mine} is not a checkpoint.\nName the checkpoint first: lockstep evaluate CHECKPOINT {mine}",
+        ),
+        (["nowhere", mine], "nowhere does not exist.\nName the folder of a run, or a file of --export."),
+    ):
+        done = run_lockstep("evaluate", *arguments, env=os.environ)
+        assert (done.code, done.err) == (2, f"lockstep: {text}\n")

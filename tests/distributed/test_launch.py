@@ -204,6 +204,13 @@ def test_fit_starts_ranks_from_a_cell_and_returns_what_rank_zero_returns():
     assert (names["result"].stopped, names["result"].exit_code) == (None, 0)
 
 
+def test_a_function_of_a_script_has_the_names_of_the_main_module():
+    # Where torch.compile looks for them.
+    names = {"__name__": "__main__", "NUMBER": 3}
+    exec("def work():\n    import sys\n    return NUMBER, sys.modules['__main__'].__dict__ is work.__globals__", names)
+    assert lockstep.launch(names["work"], devices=2) == [(3, True)] * 2
+
+
 def test_fit_refuses_what_its_ranks_would_before_it_starts_them(monkeypatch):
     names = {}
     exec(CELL.rpartition("result")[0], names)

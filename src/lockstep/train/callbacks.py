@@ -110,7 +110,8 @@ class RunView:
         is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float)
         if not (is_number and isinstance(name, str)):
             raise ConfigurationError(
-                f"run.log({name!r}, {value!r}) is not a name and a number.\nGive a number, or a tensor with one element."
+                f"run.log({name!r}, {value!r}) is not a name and a number.\n"
+                "Give a number, or a tensor with one element."
             )
         self._run.log(name, value)
 

@@ -199,7 +199,7 @@ class Evaluator:
             self.try_out()
         return self._run(self.inference(), self.samples)
 
-    def try_out(self) -> set[str]:
+    def try_out(self) -> list[str]:
         """Evaluate the first batch on every rank, so that what is wrong is found before the training.
 
         Model, metrics and random state are unchanged afterwards. Returns the names of the metrics; empty if no sample
@@ -218,7 +218,7 @@ class Evaluator:
                 _First(self.samples, size) if is_stream else Subset(self.samples, range(min(size, len(self.samples))))
             )
             names = self._run(inference, first, is_trial=True).keys()
-        return {*names, *self.metrics.names} if names else set()
+        return sorted({*names, *self.metrics.names}) if names else []
 
     def _run(self, inference: Inference, samples: Any, *, is_trial: bool = False) -> dict[str, float]:
         sums: dict[int, dict[str, Tensor]] = {number: {} for number in inference.numbers}

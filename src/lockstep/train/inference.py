@@ -133,10 +133,11 @@ def _portable(model: Weights, best: bool) -> dict[str, Any] | str:
     Raises:
         ConfigurationError: It is neither, or there is no best one of it.
     """
-    if not isinstance(model, nn.Module | str | os.PathLike):
-        advice = "Give the model of the result: model=result.model." if isinstance(model, FitResult) else ""
+    given: object = model
+    if not isinstance(given, nn.Module | str | os.PathLike):
+        advice = "Give the model of the result: model=result.model." if isinstance(given, FitResult) else ""
         raise ConfigurationError(
-            f"model is a {type(model).__name__}, not a module or a path.\n"
+            f"model is a {type(given).__name__}, not a module or a path.\n"
             f"{advice or 'Give a model, or where its weights are.'}"
         )
     if best and (isinstance(model, nn.Module) or os.fspath(model).endswith(".safetensors")):

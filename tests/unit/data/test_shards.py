@@ -168,6 +168,22 @@ def test_a_row_has_the_columns_asked_for_and_is_decoded(tmp_path):
     assert lockstep.ShardedDataset(path, cache_dir=cache, decode=lambda row: row["number"] + 1)[1] == 7
 
 
+def test_files_that_are_written_again_are_read_again(tmp_path):
+    for numbers in ([5, 6], list(range(20)), [1]):
+        write_parquet(tmp_path / "0.parquet", numbers)
+        data = lockstep.ShardedDataset(tmp_path / "0.parquet", cache_dir=tmp_path / "cache", decode=number_of)
+        assert [data[index] for index in range(len(data))] == numbers
+
+
+def test_an_error_of_decode_names_shard_and_sample(tmp_path):
+    write_parquet(tmp_path / "0.parquet", [5, 6])
+    path = tmp_path / "0.parquet"
+    data = lockstep.ShardedDataset(path, cache_dir=tmp_path / "cache", decode=lambda row: row["nothere"])
+    with pytest.raises(KeyError) as error:
+        data[1]
+    assert error.value.__notes__ == [f"decode raised it for sample 1, {path} at row 1."]
+
+
 @pytest.mark.parametrize("kind", ["tar", "parquet"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_it_works_in_a_plain_loader(tmp_path, kind, workers):

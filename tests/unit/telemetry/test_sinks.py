@@ -46,7 +46,7 @@ def test_tensorboard_reads_what_was_written_and_steps_done_again_but_once(tmp_pa
     sink = TensorBoard(f"{tmp_path}/run", facts())
     assert sink.where == f"metrics go to TensorBoard: tensorboard --logdir {tmp_path}/run"
     feed(sink, snapshot(4, EVALUATED), snapshot(4), snapshot(8, event("checkpoint", 8)))
-    feed(TensorBoard(f"{tmp_path}/run", facts(first_step=5, is_fresh=False)), snapshot(6), snapshot(9))
+    feed(TensorBoard(f"{tmp_path}/run", facts(first_step=4, is_fresh=False)), snapshot(6), snapshot(9))
     found = EventAccumulator(str(tmp_path / "run"))
     found.Reload()
     losses = [(each.step, each.wall_time, pytest.approx(each.value)) for each in found.Scalars("train/loss")]

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import lockstep
 from lockstep.errors import ConfigurationError
@@ -40,6 +41,26 @@ def test_what_no_run_calls_is_refused(callback, text):
         with pytest.raises(ConfigurationError) as error:
             give()
         assert str(error.value) == text
+
+
+def test_one_that_is_not_in_a_list_is_refused():
+    for give in (lambda mine: make_task(callbacks=mine), lambda mine: lockstep.fit(make_task(), callbacks=mine)):
+        with pytest.raises(ConfigurationError) as error:
+            give(with_methods("on_end"))
+        assert str(error.value) == "callbacks is not a list.\nGive one: callbacks=[MyCallback()]."
+
+
+@pytest.mark.parametrize(("name", "value"), [("name", "text"), ("name", torch.ones(3)), (3, 1.0), ("name", None)])
+def test_only_numbers_are_logged(name, value):
+    class Logging:
+        def on_step_end(self, run):
+            run.log(name, value)
+
+    with pytest.raises(ConfigurationError) as error:
+        lockstep.fit(make_task(), steps=1, quiet=True, callbacks=[Logging()])
+    assert str(error.value) == (
+        f"run.log({name!r}, {value!r}) is not a name and a number.\nGive a number, or a tensor with one element."
+    )
 
 
 def test_an_error_says_whose_it_is():
