@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial, reduce
@@ -437,13 +437,18 @@ class Recorder:
         """Add an event."""
         self._queue.append(event)
 
+    def recent_events(self) -> list[Event]:
+        """Return the events that rank zero may not have delivered."""
+        return [*self._events, *(item for item in list(self._queue) if isinstance(item, Event))]
+
     # --- begin and end ---
 
-    def subscribe(self, display: Subscriber | None) -> None:
+    def subscribe(self, display: Subscriber | None, recent: Iterable[Event] = ()) -> None:
         """Pass the figures and events of all ranks to the sinks and to ``display``, if this is rank zero.
 
-        Before `start`, and on every rank, in the same order.
+        Before `start`, and on every rank, in the same order. ``recent``: the `recent_events` of another rank.
         """
+        self._events += recent
         if self.place.rank == 0:
             self._deliveries = [Delivery(target) for target in (display, *self.sinks) if target is not None]
         self._meet()

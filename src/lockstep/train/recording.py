@@ -3,7 +3,7 @@
 import inspect
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -105,9 +105,16 @@ class RunRecord:
         self._window, self._compared = window_of(0), list[StepMarks]()
         self.compares = False
 
-    def deliver(self, display: Subscriber | None) -> None:
-        """Start to measure, and to pass figures and events to ``display`` and the sinks if this is rank zero."""
-        self._recorder.subscribe(display)
+    def recent_events(self) -> list[dict[str, Any]]:
+        """Return what rank zero may not have delivered."""
+        return [asdict(event) for event in self._recorder.recent_events()]
+
+    def deliver(self, display: Subscriber | None, recent: Iterable[Mapping[str, Any]]) -> None:
+        """Start to measure, and to pass figures and events to ``display`` and the sinks if this is rank zero.
+
+        ``recent`` are those of another rank.
+        """
+        self._recorder.subscribe(display, (Event(**event) for event in recent))
         self._recorder.start()
 
     def on_step_end(self, run: RunView) -> None:

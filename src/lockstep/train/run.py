@@ -118,6 +118,7 @@ class Run:
         self._saves_after: int | None = None
         self._ends_after: int | None = None  # of the run that is resumed
         self._last_step: StepRecord | None = None
+        self._recent: list[dict[str, Any]] = []  # events that a lost rank zero may not have delivered
         if settings.export is not None:
             check_export(Path(settings.export))
         devices = devices_of(settings, world)
@@ -173,7 +174,7 @@ class Run:
         if not is_late:
             self._show_plan(lines)
         self._report()
-        self._record.deliver(None if self._settings.quiet else self._display)
+        self._record.deliver(None if self._settings.quiet else self._display, self._recent)
         self._callbacks.given.insert(0, self._record)  # of which the live view and the sinks get their figures
         self._call("on_start")
         if not is_late and self._callbacks.have("on_start"):
@@ -418,7 +419,8 @@ class Run:
         seconds = time.perf_counter() - self._started_at
         done = {"throughput": self._throughput.state(), "callbacks": self._callbacks.state_dict()}
         places = [place and str(place) for place in (self._checkpoint, self._announced)]
-        return {"own": of_run, "lists": lists, "seconds": seconds, "places": places, **done}
+        recent = self._record.recent_events()
+        return {"own": of_run, "lists": lists, "seconds": seconds, "places": places, "recent": recent, **done}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Use the `state_dict` of another rank."""
@@ -429,6 +431,7 @@ class Run:
         trainer.nonfinite.found[:], trainer.bad_samples.skipped[:] = state["lists"]
         self._callbacks.load_state_dict(state["callbacks"])
         self._throughput.load(state["throughput"])
+        self._recent = state["recent"]
         self._started_at = time.perf_counter() - state["seconds"]
 
     def _doing(self) -> str:
