@@ -403,6 +403,18 @@ def test_one_rank_fewer_has_the_same_bits_with_virtual_shards(run_task):
     assert not any("restart" in line or "back" in line for line in lines)
 
 
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_sink_gets_the_evaluation_just_before_rank_zero_was_lost(run_task, tmp_path, is_replaced):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    flags = "--log-to", f"tensorboard:{tmp_path}/board", *(() if is_replaced else ("--min-devices", "1"))
+    run_task("before9@0", *flags)
+    board = EventAccumulator(str(tmp_path / "board"))
+    board.Reload()
+    assert sorted({each.step for each in board.Scalars("eval/loss")}) == [9, 18, 27]
+
+
 def test_a_rank_that_becomes_rank_zero_shows_and_writes(run_task, tmp_path):
     flags = "--checkpoint", tmp_path / "kept", "--checkpoint-every", "4", "--min-devices", "1"
     _, lines = run_task("before9@0", *flags)
