@@ -242,6 +242,8 @@ def replica_of(
     # Each rank has only a part of the state of a ZeroRedundancyOptimizer, ours or torch's.
     if optimizer is not None and all(cls.__name__ != "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
         for index, parameter in enumerate(param for group in optimizer.param_groups for param in group["params"]):
+            if names and parameter not in names:
+                continue  # it may be this rank's own
             owner = names.get(parameter, f"the optimizer's parameter {index}")
             for name, value in optimizer.state.get(parameter, {}).items():
                 replica[f"{name} of {owner}"] = value

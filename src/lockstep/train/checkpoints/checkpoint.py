@@ -43,6 +43,7 @@ from lockstep.comm.world import World
 from lockstep.data.sampler import DistributedSampler, LoaderPosition, position_of
 from lockstep.data.stream import Stateful
 from lockstep.errors import CheckpointError, ConfigurationError, LockstepError, called_by_all
+from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 from lockstep.prepared import PreparedLoader
 from lockstep.telemetry.rank_state import format_bytes
 from lockstep.telemetry.record import num_restarts
@@ -630,7 +631,8 @@ def save(
     An existing checkpoint is replaced by one rename; a save that fails or is killed does not change it.
 
     Collective: every rank, if there is a process group. Rank zero writes its state, every rank its shards of what is
-    sharded (``fully_shard``, `ZeroRedundancyOptimizer`); all block until it is on disk.
+    sharded (``fully_shard``, `ZeroRedundancyOptimizer`); all block until it is on disk. If ``model`` is a
+    `DistributedDataParallel`, the ranks first compare it and the optimizer's state, unless it has ``check_replicas=0``.
 
     Args:
         path: A folder, or its URL in an object store, such as ``s3://bucket/mine`` (docs/checkpoints.md). If something
@@ -645,8 +647,12 @@ def save(
 
     Raises:
         CheckpointError: On every rank: something cannot be written. Then nothing is replaced.
+        ReplicasDiffer: On every rank: they do not have the same bits. Nothing is replaced.
     """
     folder, (rank, world_size) = place_of(path), _rank_and_size()
+    is_replica = isinstance(model, DistributedDataParallel) and model.reducer.replicas.every > 0
+    if all(_gather(is_replica)):  # else a rank has given another model
+        cast(DistributedDataParallel, model).check_replicas(optimizer)
 
     def collect() -> tuple[dict[str, Any], dict[str, Stateful], dict[str, Any]]:
         values = {name: position_of(value, name, saves=True) for name, value in state.items()}
