@@ -213,6 +213,56 @@ def test_fit_goes_on_in_place_from_every_moment_of_a_step(run_task, tmp_path):
     assert [line for line in lines if "evaluation" in line] != []
 
 
+# An optimizer with modes, which ZeRO-1 can divide by elements, and one that needs a closure.
+MODES = """\
+    elementwise = True
+    num_steps = 0
+    @torch.no_grad()
+    def shift(self, factor):
+        for group in self.param_groups:
+            for number, p in enumerate(group["params"]):
+                if "exp_avg" in self.state[p]:
+                    p.add_(self.state[p]["exp_avg"], alpha=factor)
+                    lose(f"mode{self.num_steps}")
+    def eval(self):
+        self.shift(0.3)
+    def train(self):
+        self.shift(-0.3)
+"""
+CLOSURE = """\
+    num_steps = 0
+    def step(self, closure):
+        with torch.enable_grad():
+            closure()
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.add_(p.grad, alpha=-0.01)
+        lose(f"between{self.num_steps}")
+        with torch.enable_grad():
+            closure()
+        self.finish()
+    def finish(self, closure=None):
+"""
+
+
+def test_the_switch_of_an_optimizer_with_modes_is_undone(run_task, tmp_path):
+    (tmp_path / "task.py").write_text(TASK.replace("    num_steps = 0\n", MODES))
+    flags = "--checkpoint-every", "3", "--eval-every", "3", "--early-stopping", "loss"
+    flags = *flags, "--keep-best", "loss", "--load-best"
+    undisturbed, _ = run_task("", *flags, "--checkpoint", tmp_path / "whole")
+    found, lines = run_task("mode3@0 evaluation@1 mode9@1 before10@0", *flags, "--checkpoint", tmp_path / "lost")
+    assert found == undisturbed
+    assert len(lines) == 8 and not any("restart" in line for line in lines)
+
+
+def test_a_rank_that_is_lost_in_an_update_with_a_closure_restarts_all(run_task, tmp_path):
+    (tmp_path / "task.py").write_text(TASK.replace("    num_steps = 0\n    def step(self, closure=None):\n", CLOSURE))
+    undisturbed, _ = run_task()
+    found, lines = run_task("backward@1 between3@0 evaluation@1")
+    assert found == undisturbed
+    assert ["restart" in line for line in lines].count(True) == 1 and len(lines) > 3
+
+
 def test_loader_processes_and_virtual_shards(run_task):
     flags = "--workers", "1", "--reproducible", "4"
     undisturbed, _ = run_task("", *flags)

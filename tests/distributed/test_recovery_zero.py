@@ -11,7 +11,7 @@ from lockstep.errors import ConfigurationError
 from lockstep.train.recovery import check_parts
 from lockstep.train.settings import FitSettings
 from tests.distributed.commands import lockstep as run_lockstep
-from tests.distributed.test_recovery import TASK
+from tests.distributed.test_recovery import MODES, TASK
 
 # A subclass is not known to be element-wise; here its step is one of the places where a rank ends.
 SHARDED = (
@@ -65,6 +65,14 @@ def test_each_moment_of_a_step_on_two_ranks(train, backend):
     found, lines, _ = train("sample77@0 backward@1 before3@1 after4@0 before5@0 after6@1 evaluation@1", backend=backend)
     assert found == undisturbed
     assert len(lines) == 14 and not any("restart" in line for line in lines)
+
+
+def test_the_switch_of_an_optimizer_with_modes_is_undone(train, tmp_path):
+    (tmp_path / "task.py").write_text(SHARDED.replace("    num_steps = 0\n    elementwise = True\n", MODES))
+    undisturbed, _, _ = train()
+    found, lines, _ = train("mode9@1 evaluation@0 before10@1")
+    assert found == undisturbed
+    assert len(lines) == 6 and not any("restart" in line for line in lines)
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])

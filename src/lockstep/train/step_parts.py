@@ -438,15 +438,21 @@ class AveragedWeights:
     Args:
         model: The model without wrappers.
         decay: Weight of the average so far in each update.
+        applied_by: Returns a context in which the optimizer itself gives the parameters its averages; see
+            [Note: modes] in `optimizers`. Then `update` copies them, when they are used.
 
     Attributes:
         values: By the names of the parameters; empty before the first update, which copies them.
+        follows: Whether it has to be updated after each step.
         is_due: Whether parameters have changed since the last update.
         is_swapped: Whether the model has the averages, and ``values`` has its parameters.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
+    def __init__(
+        self, model: nn.Module, decay: float, applied_by: Callable[[], AbstractContextManager[None]] | None = None
+    ) -> None:
         self._model, self._average = model, get_ema_multi_avg_fn(decay)
+        self._applied_by, self.follows = applied_by, applied_by is None
         self.values: dict[str, Tensor] = {}
         self.is_due = self.is_swapped = False
 
@@ -457,6 +463,10 @@ class AveragedWeights:
     @torch.no_grad()
     def update(self) -> None:
         """Update the average with the parameters. Does not block."""
+        if self._applied_by is not None:
+            with self._applied_by():
+                self.values = {name: parameter.clone() for name, parameter in self._parameters().items()}
+            return
         self.is_due, parameters = False, self._parameters()
         if not self.values:
             self.values = {name: parameter.clone() for name, parameter in parameters.items()}
@@ -495,7 +505,7 @@ class AveragedWeights:
         Raises:
             ValueError: They belong to another model.
         """
-        self.is_due, parameters = False, self._parameters() if state else {}
+        self.is_due, parameters = False, self._parameters() if state and self.follows else {}
         if missing := parameters.keys() - state.keys():
             raise ValueError(f"it has no averaged weights of {min(missing)}")
         self.values = {name: p.clone().copy_(read_tensors(state[name], p)) for name, p in parameters.items()}

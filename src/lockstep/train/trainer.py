@@ -23,7 +23,7 @@ from lockstep.data.loader import BatchIterator, LoadOptions, MicroBatch, load_or
 from lockstep.data.order import Purpose, ShardOrder
 from lockstep.data.shards import HasShardOrder
 from lockstep.data.stream import StreamOrder
-from lockstep.errors import CheckpointError, ConfigurationError
+from lockstep.errors import CheckpointError, ConfigurationError, LockstepError
 from lockstep.parallel.compile import compile_in_place
 from lockstep.parallel.consistency import check_models_agree, refuse_difference
 from lockstep.parallel.ddp.bucket_events import BucketStamps
@@ -33,14 +33,22 @@ from lockstep.parallel.flat import are_finite
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
 from lockstep.telemetry.recorder import StepTimer
 from lockstep.telemetry.step_times import StepTimes
-from lockstep.train import step_parts
+from lockstep.train import optimizers, step_parts
 from lockstep.train.checkpoints import model_state
 from lockstep.train.plan import PER_PROCESS, VirtualShards, make_plan
 from lockstep.train.settings import Settings, StrategyName, check_engine
 from lockstep.train.skipping import BadSamples, Computed, NonFiniteGuard
 from lockstep.train.strategies import reproducible
 from lockstep.train.strategies import strategy as strategies
-from lockstep.train.task import Task, build_dataset, build_model, build_optimizer, check_registered, warn_early
+from lockstep.train.task import (
+    Task,
+    build_dataset,
+    build_model,
+    build_optimizer,
+    check_registered,
+    required_by,
+    warn_early,
+)
 
 
 class Update(Enum):
@@ -137,6 +145,7 @@ class Trainer:
         self._reported = [0.0] * 4
         # Checksum and step of what all ranks have read of a stream: the newest, and what the last exchange compared.
         self.read = self._compared = ("", 0)
+        self._needs_closure = self._is_updating = False
         self._began_with: tuple[int, dict[str, Any]] | None = None  # in a step: updates and loss scaling before it
         # Called after the last collective of a step and before its update; see train/recovery.py.
         self.before_update: Callable[[], object] | None = None
@@ -206,6 +215,12 @@ class Trainer:
         if is_first:
             optimizer = build_optimizer(task, self._model)
             check_registered(optimizer, self._model, is_alone=self.group is None or world.world_size == 1)
+            optimizers.check_optimizer(optimizer, self._name, settings, has_average=task.ema is not None)
+            self._needs_closure = "closure" in required_by(optimizer.step)
+            if optimizers.has_modes(optimizer):
+                optimizer.train()  # type: ignore[attr-defined]
+                applied_by = lambda: optimizers.evaluating(self.optimizer)  # noqa: E731
+                self.average = step_parts.AveragedWeights(self._model, 0.0, applied_by)
             if self.group is None or world.is_rank_zero:
                 warn_early(self._model)
             self.optimizer: Optimizer = self.strategy.take_over(optimizer)
@@ -269,6 +284,11 @@ class Trainer:
         """Return to the begin of the step that a lost rank has interrupted."""
         if self.strategy.averaging is not None:
             return  # it is complete: only its exchange is done again
+        if self._is_updating:
+            raise LockstepError(
+                "A rank was lost in an update that computes gradients again, and has changed parameters already.\n"
+                "The ranks cannot go on in place; restart them from the newest checkpoint."
+            )
         self.optimizer.zero_grad(set_to_none=True)
         if self.average is not None and self.average.is_swapped:  # a rank was lost in an evaluation, or at the end
             self.average.swap()
@@ -499,7 +519,7 @@ class Trainer:
         """
         self.settle()  # what the last step has left for later
         if self.policy is Update.IN_BACKWARD:  # parameters are updated as soon as their bucket is reduced
-            self.update_average()
+            self.update_average(is_used=False)
             self._set_rates()
         flags = None
         if is_last:
@@ -560,12 +580,36 @@ class Trainer:
             computed: The micro-batches of this process.
             step: Counted from 0.
         """
-        self.update_average()  # of the last step: now its parameters have been gathered, and its gradient was checked
+        self.update_average(
+            is_used=False
+        )  # of the last step: now its parameters have been gathered, and its gradient was checked
         self._seeds.all(Purpose.UPDATE, step)  # some optimizers draw random numbers
         in_backward = self.policy is Update.IN_BACKWARD
+        norm, report = self._scale_gradient(metrics)
+        if not in_backward:
+            self._set_rates()
+        # The host checks the first update in any case: see [Note: checks one forward later].
+        waits = not self.checks_later or (self._num_updates == 0 and self.policy is Update.LEFT_OUT)
+        kept = computed if waits else [(micro._replace(batches=[]), losses) for micro, losses in computed]
+        self._unsettled = report, kept, step
+        if waits and not self.settle(is_over=in_backward):
+            return norm, in_backward
+        if self.policy is Update.LEFT_OUT:
+            is_bad = norm - norm != 0
+            self._own_optimizer.found_inf = is_bad.float()
+            if self.nonfinite.buffers is not None and (self.scaler is None or self.scaler.scale <= 1.0):
+                self.nonfinite.buffers.restore_where(is_bad)
+        if not in_backward:
+            self._step_optimizer(metrics, computed, step)
+        if self.average is not None:
+            self.average.is_due = True
+        return norm, True
+
+    def _scale_gradient(self, metrics: step_parts.StepMetrics) -> tuple[Tensor, HostCopy]:
+        """Divide and clip the gradient; return its norm before clipping, and the report of the step with it."""
         scale = 1.0 if self.scaler is None else self.scaler.scale
         norm, factor = self._gradients.norm(), None
-        if metrics.divisor is not None and not in_backward:
+        if metrics.divisor is not None and self.policy is not Update.IN_BACKWARD:
             factor = 1.0 / (metrics.divisor * scale)
         elif scale != 1.0:
             factor = torch.full_like(norm, 1.0 / scale)
@@ -579,25 +623,37 @@ class Trainer:
             factor = shorten if factor is None else factor * shorten
         if factor is not None:  # also if the gradient is not used: the device would be idle in a wait
             self._gradients.multiply_(factor)
-        if not in_backward:
-            self._set_rates()
-        # The host checks the first update in any case: see [Note: checks one forward later].
-        waits = not self.checks_later or (self._num_updates == 0 and self.policy is Update.LEFT_OUT)
-        if not waits:  # without the inputs
-            computed = [(micro._replace(batches=[]), losses) for micro, losses in computed]
-        self._unsettled = report, computed, step
-        if waits and not self.settle(is_over=in_backward):
-            return norm, in_backward
-        if self.policy is Update.LEFT_OUT:
-            is_bad = norm - norm != 0
-            self._own_optimizer.found_inf = is_bad.float()
-            if self.nonfinite.buffers is not None and (self.scaler is None or self.scaler.scale <= 1.0):
-                self.nonfinite.buffers.restore_where(is_bad)
-        if not in_backward:
-            self.optimizer.step()
-        if self.average is not None:
-            self.average.is_due = True
-        return norm, True
+        return norm, report
+
+    def _step_optimizer(self, metrics: step_parts.StepMetrics, computed: Computed, step: int) -> None:
+        """Update the parameters, with a closure if the optimizer needs one; see [Note: closures] in `optimizers`."""
+        if not self._needs_closure:
+            try:
+                self.optimizer.step()
+                return
+            except Exception as error:  # before it has changed anything
+                if "closure" not in str(error):
+                    raise
+                optimizers.check_closure(self.optimizer, self._name, self.settings)
+                self._needs_closure = True
+        compute = partial(self._compute_again, computed, step)
+        closure = optimizers.make_closure(metrics.loss, self._model.parameters(), compute)
+        self._is_updating = True
+        self.optimizer.step(closure)  # type: ignore[arg-type]
+        self._is_updating = False
+
+    def _compute_again(self, computed: Computed, step: int) -> Tensor:
+        """Compute the gradient of a step for the parameters as they are now; return the loss. Collective."""
+        self.optimizer.zero_grad(set_to_none=True)
+        metrics = step_parts.StepMetrics(self.device, self._loss_group, self._sum_dtype, self._has_counts, False)
+        for index, (micro, _) in enumerate(computed):
+            is_last = index == len(computed) - 1
+            on_losses = partial(metrics.add, flags=[0] * step_parts.NUM_FLAGS if is_last else None)
+            self._compute(micro, index, StepTimer(self.device), on_losses, sync=is_last)
+        metrics.wait(computed[-1][0].num_global, may_miss=self.bad_samples.skip)
+        self._scale_gradient(metrics)
+        self._seeds.all(Purpose.UPDATE, step)  # as before: the draws of a forward differ between ranks
+        return metrics.loss
 
     def _set_rates(self) -> None:
         """Set the learning rates of the next update."""
@@ -612,9 +668,9 @@ class Trainer:
         if self._scheduler is not None:
             self._scheduler.add_loss(self.num_steps_done, loss)
 
-    def update_average(self) -> None:
+    def update_average(self, *, is_used: bool = True) -> None:
         """Update the averaged weights with the parameters of the last step, if this has not been done."""
-        if self.average is not None and self.average.is_due:
+        if self.average is not None and (self.average.is_due if self.average.follows else is_used):
             if isinstance(self.optimizer, ZeroRedundancyOptimizer):
                 self.optimizer.wait()
             self.average.update()
@@ -763,8 +819,8 @@ class Trainer:
     def final_model(self) -> nn.Module:
         """Return the model at the end, with the averaged weights; with fsdp, with the shards of this rank."""
         self.settle()
-        self.update_average()
         if self.average is not None and not self.average.is_swapped:
+            self.update_average()
             self.average.swap()
         return self.strategy.weights(self._model)
 
@@ -836,7 +892,7 @@ class Trainer:
 
     def _state(self, optimizer: Optimizer | None) -> dict[str, Any]:
         self.settle()
-        self.update_average()
+        self.update_average(is_used=optimizer is not None)  # not for `replica_state`, which is not collective
         compressed, average = self.strategy.compressed, self.average
         return {
             **({} if average is None or not average.values else {"ema": average.state_dict()}),

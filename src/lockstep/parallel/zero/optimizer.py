@@ -25,8 +25,8 @@ import inspect
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import zip_longest
 from operator import itemgetter
@@ -445,6 +445,33 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if self._reducer is not None:
             self._slices.end_use()
 
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Within the block, parameters have the values that the ``eval()`` of the divided optimizer sets.
+
+        Collective: every rank. Blocks. Needs host memory for all parameters.
+        """
+        self.wait()
+        self._take_back()
+        for buffer in self._buffers:
+            if buffer.common is not None:
+                buffer.common.publish(*buffer.bounds[self.rank])
+        with torch.no_grad():
+            trained = [parameter.detach().clone() for parameter in self._parameters]
+            self._await_all()  # in common memory, the others have seen what this rank is about to change
+            own = [entries[partition.VALUE] for _, entries in self._shard.values()]
+            how: dict[str, Any] = {"flat": self.is_elementwise, "group": self.process_group, "to": None}
+            with partition.in_eval_mode(self.optim, own):
+                whole = partition.gather_full_state(self._shard.values(), self._parameters, **how)
+            assert whole is not None
+            try:
+                for index, parameter in enumerate(self._parameters):
+                    parameter.copy_(whole[index][partition.VALUE])
+                yield
+            finally:
+                for parameter, value in zip(self._parameters, trained, strict=True):
+                    parameter.copy_(value)
+
     # --- What is kept
 
     def consolidate_state_dict(self, to: int | None = 0) -> None:
@@ -621,6 +648,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _make(self, groups: list[dict[str, Any]]) -> Optimizer:
         """Return an optimizer for the segments of a shard."""
         optimizer = self._class(groups, **self._arguments)
+        held = [name for name, value in vars(optimizer).items() if isinstance(value, Optimizer)]
+        own = sorted(map(str, optimizer.state_dict().keys() - {"state", "param_groups"}))
+        if held or own:  # a state beside the one by parameter, which alone is known how to divide and save
+            what = f"holds another optimizer as {held[0]}" if held else f"has {', '.join(own)} in its state_dict"
+            raise ConfigurationError(
+                f"{self._class.__name__} {what}, so its state cannot be divided among ranks.\n"
+                "Use it as it is, without ZeroRedundancyOptimizer; with fit, strategy ddp."
+            )
         vars(optimizer).update(self._attributes)
         return optimizer
 

@@ -473,7 +473,7 @@ class ShardOptimizer:
         """Yield the elements themselves, by range, in the same form."""
         for segment in self._segments:
             for offset, part in with_offsets(segment.ranges):
-                yield part, {VALUE: segment.parameter[offset : offset + part.numel]}
+                yield part, segment.cut({VALUE: segment.parameter.detach()}, offset, part.numel)
 
     def load(self, read: Read, options: Options) -> None:
         """Create the optimizer again, with the state that ``read`` returns and these options, by param group."""
@@ -541,6 +541,23 @@ class ShardOptimizer:
                 # copies, so that parts do not keep the memory of the whole
                 self.optimizer.state[part.parameter] = {name: _copy(value) for name, value in cut.items()}
         return parts
+
+
+@contextmanager
+def in_eval_mode(optimizer: Any, tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Within the block, ``tensors``, its parameters, have the values that the ``eval()`` of an optimizer sets.
+
+    Its ``train()`` would restore them up to rounding: here they have the same bits again.
+    """
+    with torch.no_grad():
+        trained = [tensor.detach().clone() for tensor in tensors]
+        try:
+            optimizer.eval()
+            yield
+        finally:
+            optimizer.train()
+            for tensor, value in zip(tensors, trained, strict=True):
+                tensor.copy_(value)
 
 
 def is_flat(value: object) -> bool:

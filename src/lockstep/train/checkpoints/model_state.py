@@ -143,8 +143,25 @@ def local_state_dict(model: nn.Module | None, optimizer: Optimizer | None) -> di
             state["model"] |= _own_parts(unwrap(model), optimizer)
         state["optimizer"] = _zero_state_dict(optimizer)
     elif optimizer is not None:
-        state["optimizer"] = optimizer.state_dict()
+        state["optimizer"] = _state_with_held(optimizer)
     return state
+
+
+_HELD = "lockstep.held"
+
+
+def _state_with_held(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the state of an optimizer, with that of optimizers that it holds, which torch's ``state_dict`` lacks."""
+    state: dict[str, Any] = optimizer.state_dict()
+    if state.keys() == {"state", "param_groups"} and (held := held_by(optimizer)):  # else the class saves it itself
+        state = {**state, _HELD: {name: _state_with_held(part) for name, part in held.items()}}
+    return state
+
+
+def held_by(optimizer: Optimizer) -> dict[str, Optimizer]:
+    """Return the optimizers that ``optimizer`` has as attributes and that have another state, by name."""
+    parts = {name: part for name, part in vars(optimizer).items() if isinstance(part, Optimizer)}
+    return {name: part for name, part in parts.items() if part.state is not optimizer.state}
 
 
 def _compressed(model: nn.Module | None) -> DistributedDataParallel | None:
@@ -315,9 +332,18 @@ def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     if not isinstance(optimizer, ZeroRedundancyOptimizer):
         entries = {
             index: {name: read_tensors(value, parameters.get(index)) for name, value in entry.items()}
-            for index, entry in state["state"].items()
+            for index, entry in state.get("state", {}).items()
         }
-        optimizer.load_state_dict({**state, "state": entries})
+        own = {name: read_tensors(value) for name, value in state.items() if name not in ("state", _HELD)}
+        if "state" in state:
+            own["state"] = entries
+        groups, held = [*map(id, optimizer.param_groups)], held_by(optimizer)
+        sharing = [part for part in held.values() if [*map(id, part.param_groups)] == groups]
+        optimizer.load_state_dict(own)
+        for name, part_state in state.get(_HELD, {}).items():
+            _load_optimizer(held[name], part_state)
+        for part in sharing:  # torch gives each its own param groups, and rates are set in one
+            part.param_groups = optimizer.param_groups
         return
 
     def read(shard: ShardRange) -> dict[str, Any] | None:

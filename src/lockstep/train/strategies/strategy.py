@@ -39,7 +39,7 @@ from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.step_parts import GradientList, GradScaler, LossModule, Objective, Part
 from lockstep.train.task import build_model, initialize
 
-OnLosses = Callable[[list[Part]], None]
+OnLosses = Callable[[list[Part]], object]
 
 
 @dataclass(frozen=True)
