@@ -632,10 +632,8 @@ class Reducer:
             if any(map(_missing_in, step.in_flight)):
                 self._late = set(range(len(self._hooks))) - self._used
                 self._watch(self._late)
-            has_weights = self.weights.window is not None  # which moves gradients away for a while
-            self.replicas.after_step(
-                [] if has_weights else map(self.bucket_set.parameters.__getitem__, self._used), self.num_steps + 1
-            )
+            if self.weights.window is None:  # which moves gradients away for a while
+                self.replicas.after_step(self.bucket_set.parameters, self.num_steps + 1)
             self._used = set()
             self._updates.begin_count()
             if step.num_calls_before is not None:

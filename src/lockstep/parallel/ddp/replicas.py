@@ -1,6 +1,7 @@
 """Replicas that differ are found within a few steps: a digest of the model travels with the gradients."""
 
 import warnings
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -50,7 +51,8 @@ class Replicas:
         self.every = 1000
         self.parameters: Callable[[], Mapping[str, Tensor]] | None = None
         self.number = 0
-        self._reduced: tuple[Tensor, Tensor, int] | None = None  # a parameter, its gradient, and the version of that
+        # A parameter, its gradient, which keeps its bucket in use, and the version of that.
+        self._reduced: tuple[Tensor, weakref.ref[Tensor], int] | None = None
         self._num_groups: dict[int, int] = {}  # of an optimizer, by its id
         # Numbers of the update before the next check: by name, the step after it, and the parameters it has updated.
         self._numbers: dict[str, float] = {}
@@ -76,11 +78,11 @@ class Replicas:
             self._add_numbers(optimizer, step)
         return before != len(optimizer.param_groups)
 
-    def after_step(self, reduced: Iterable[Tensor], step: int) -> None:
-        """Note a gradient, to see in the next ``step`` whether it was zeroed; of parameters that are ``reduced``."""
-        first = next(iter(reduced), None) if self._is_due(step) else None
-        gradient = None if first is None else gradient_of(first)
-        self._reduced = None if first is None or gradient is None else (first, gradient, version_of(gradient))
+    def after_step(self, parameters: Iterable[Tensor], step: int) -> None:
+        """Record the first gradient, which all ranks have: whether it is zeroed is seen in the next ``step``."""
+        found = ((each, gradient_of(each)) for each in parameters if self._is_due(step))
+        noted = ((each, weakref.ref(grad), version_of(grad)) for each, grad in found if grad is not None)
+        self._reduced = next(noted, None)
 
     def _state(self) -> dict[str, float]:
         """Return what else should be equal on all ranks when a backward begins."""
@@ -92,7 +94,7 @@ class Replicas:
             parameter, before, version = self._reduced
             gradient = gradient_of(parameter)
             # In place, a script may have zeroed it, or clipped it, or added to it.
-            if gradient is None or (gradient is before and version_of(before) == version):
+            if gradient is None or (gradient is before() and version_of(gradient) == version):
                 state[_KEPT] = float(gradient is not None)
         return state
 

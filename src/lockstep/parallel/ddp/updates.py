@@ -99,8 +99,8 @@ def warn_if_idle(optimizer: Optimizer) -> None:
     if is_idle and num_idle == 2:
         warnings.warn(
             f"{type(optimizer).__name__}.step() has updated nothing in 3 steps: none of its parameters had a "
-            "gradient.\nGive it the parameters of the model that is wrapped, after that is copied or converted, and compute the "
-            "loss from what the wrapped model returns, not detached.",
+            "gradient.\nGive it the parameters of the model that is wrapped, after that is copied or converted, and "
+            "compute the loss from what the wrapped model returns, not detached.",
             stacklevel=2,
         )
 
