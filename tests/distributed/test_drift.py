@@ -1,5 +1,7 @@
 """Replicas that drift apart: found at the next check, by the tensor's name, the ranks on each side, and since when."""
 
+import contextlib
+import copy
 import warnings
 from functools import partial
 
@@ -9,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.errors import NonFiniteGradient, ReplicasDiffer
+from lockstep.errors import ConfigurationError, LockstepError, NonFiniteGradient, ReplicasDiffer
 from lockstep.train.settings import Settings
 from lockstep.train.trainer import Trainer
 from tests.shm import shm_group
@@ -248,7 +250,7 @@ def test_fit_never_checks_if_told_so(ranks):
         with pytest.raises(ReplicasDiffer) as error:
             lockstep.fit(make_task(dataset=data, loss=loss), steps=3, quiet=True)
         lines = str(error.value).splitlines()
-        assert lines[2] == "1 of 6 tensors differs. They never were equal."
+        assert lines[2] == "1 of 7 tensors differs. They never were equal."
         return lines[0]
 
     text = (
@@ -273,7 +275,13 @@ def clip(net):
     nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
 
 
+def freeze(net):
+    net[0].requires_grad_(False)
+
+
 LR, FIRST = "lr of parameter group 0", "parameter 0.weight"
+KEPT = "whether gradients of the step before were kept (no zero_grad())"
+ORDER = "the place, among the wrapped models, of the one that runs backward"
 # What one rank does: after its update, before it, or to its optimizer; and what differs first.
 MISUSES = {
     "another learning rate": (lambda net, optimizer: optimizer.param_groups[0].update(lr=0.02), 6, LR),
@@ -284,6 +292,8 @@ MISUSES = {
         lambda net, optimizer: optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]}),
         *(6, "number of parameter groups"),
     ),
+    "a frozen layer": (lambda net, optimizer: freeze(net), 6, "requires_grad of parameter 0.bias"),
+    "no zero_grad": (lambda net, optimizer: setattr(optimizer, "zero_grad", lambda: None), 6, KEPT),
 }
 
 
@@ -333,30 +343,90 @@ def test_nothing_is_compared_if_a_script_says_so(ranks):
     assert not first.equal(second)
 
 
-def test_a_module_that_was_put_into_the_wrapper_is_not_averaged_and_found(ranks):
+def test_a_module_that_was_put_into_the_wrapper_is_not_averaged_and_refused(ranks):
     def script(world):
         torch.manual_seed(world.rank)
         model = lockstep.DistributedDataParallel(nn.Sequential(nn.Linear(8, 1)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises(ReplicasDiffer) as error:
+        with pytest.raises(LockstepError, match=r"Parameter 0\.weight was not in the model when it was wrapped"):
             for number in range(8):
                 if number == 3:
                     model.module = nn.Sequential(nn.Linear(8, 1))
                     optimizer = torch.optim.SGD(model.module.parameters(), lr=0.1)
                 model(torch.ones(2, 8)).square().mean().backward()
                 optimizer.step()
-        return error.value.tensor
+        with pytest.raises(LockstepError):
+            model(torch.ones(2, 8))
+        return number
 
-    assert ranks(2, warnings="ignore")(script) == ["parameter 0.weight"] * 2
+    assert ranks(2, warnings="ignore")(script) == [3, 3]
 
 
 def test_two_models_in_another_order_are_found_in_the_first_step(ranks):
     def script(world):
+        for is_copy in (False, True):
+            torch.manual_seed(0)
+            first, second = nn.Linear(8, 1), nn.Linear(8, 1)
+            second = copy.deepcopy(first) if is_copy else second
+            models = [lockstep.DistributedDataParallel(net) for net in (first, second)]
+            with pytest.raises(ReplicasDiffer) as error:
+                for model in models[:: 1 - 2 * world.rank]:
+                    model(torch.ones(2, 8)).mean().backward()
+            assert error.value.tensor == ORDER
+            assert "(before the update of step 1)" in str(error.value)
+
+    ranks(2)(script)
+
+
+def test_a_part_that_stays_local_while_another_is_averaged_is_refused(ranks):
+    def script(world):
         torch.manual_seed(0)
-        models = [lockstep.DistributedDataParallel(nn.Linear(8, 1)) for _ in range(2)]
-        with pytest.raises(ReplicasDiffer, match=r"before the update of step 1\): parameter weight differs"):
-            for model in models[:: 1 - 2 * world.rank]:
-                model(torch.ones(2, 8)).mean().backward()
+        body, head = (lockstep.DistributedDataParallel(nn.Linear(8, 8)) for _ in range(2))
+        optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
+        for number in range(3):
+            optimizer.zero_grad()
+            with body.no_sync() if number == 2 else contextlib.nullcontext():
+                head(body(torch.ones(2, 8))).sum().backward()
+            if number == 2:
+                with pytest.raises(ConfigurationError, match="not averaged over the ranks, first that of parameter we"):
+                    optimizer.step()
+                for parameter in body.parameters():
+                    torch.distributed.all_reduce(parameter.grad, op=torch.distributed.ReduceOp.AVG)
+            with warnings.catch_warnings(action="error" if number < 2 else "ignore"):
+                optimizer.step()
+
+    ranks(2)(script)
+
+
+def test_training_that_reaches_no_parameter_of_the_model_is_a_warning(ranks):
+    def script(world):
+        texts = []
+        for kind in ("bare", "copied"):
+            torch.manual_seed(world.rank)
+            net = nn.Linear(8, 1)
+            model = lockstep.DistributedDataParallel(net)
+            optimizer = torch.optim.SGD((copy.deepcopy(net) if kind == "copied" else net).parameters(), lr=0.1)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                for _ in range(5):
+                    optimizer.zero_grad()
+                    (net if kind == "bare" else model)(torch.ones(2, 8)).mean().backward()
+                    optimizer.step()
+            texts.append([str(each.message).partition("\n")[0] for each in caught])
+        return texts
+
+    for rank, texts in enumerate(ranks(2)(script)):
+        first = "SGD.step() uses gradients that were not averaged over the ranks, first that of parameter weight."
+        assert texts == [
+            [f"Rank {rank}: {first}"],
+            ["SGD.step() has updated nothing in 3 steps: none of its parameters had a gradient."],
+        ]
+
+
+def test_arguments_that_change_what_is_sent_are_equal_on_all_ranks(ranks):
+    def script(world):
+        with pytest.raises(ConfigurationError, match="The arguments differ between ranks: rank 0 has compression=None"):
+            lockstep.DistributedDataParallel(nn.Linear(8, 1), compression="int8" if world.rank else None)
 
     ranks(2)(script)
 
@@ -374,7 +444,9 @@ def test_scripts_in_which_replicas_agree_are_left_alone(ranks):
             pass
 
         ddp = lockstep.DistributedDataParallel
-        weights = [train(world, ddp, schedule), train(world, ddp, plain, half)]
+        # How an update is computed is no difference.
+        either = lambda params, lr: torch.optim.SGD(params, lr=lr, foreach=world.is_rank_zero)  # noqa: E731
+        weights = [train(world, ddp, schedule), train(world, ddp, plain, half), train(world, ddp, plain, either)]
         sharded = lambda params, lr: lockstep.ZeroRedundancyOptimizer(params, torch.optim.Adam, lr=lr)  # noqa: E731
         weights += [train(world, ddp, plain, sharded), train(world, lambda net: ddp(net, compression="int8"), plain)]
         model = ddp(nn.Linear(8, 1).double())

@@ -671,11 +671,12 @@ class WrappedParameters:
         self._frozen = {parameter for name, parameter in named if not parameter.requires_grad and name not in ignore}
         self._registered = Registered(module, torch_internals.own_parameters)
 
-    def check(self) -> None:
-        """Raise LockstepError if there is a trainable parameter that is in no bucket."""
-        if not self._registered.have_changed() and not any(map(requires_grad, self._frozen)):
+    def check(self, module: torch.nn.Module) -> None:
+        """Raise LockstepError if ``module``, the present one, has a trainable parameter that is in no bucket."""
+        is_same = module is self._module and not self._registered.have_changed()
+        if is_same and not any(map(requires_grad, self._frozen)):
             return
-        for name, parameter in self._module.named_parameters():
+        for name, parameter in module.named_parameters():
             # torch.func.functional_call temporarily puts plain tensors there, which must not be averaged.
             if name in self._ignore or not isinstance(parameter, torch.nn.Parameter) or not parameter.requires_grad:
                 continue
@@ -685,4 +686,4 @@ class WrappedParameters:
                     f"Parameter {name} {fate} when it was wrapped: its gradient would not be averaged over the ranks.\n"
                     "Replace or unfreeze before wrapping, or wrap again: model = DistributedDataParallel(model.module)."
                 )
-        self._registered.note()
+        self._module, self._registered = module, Registered(module, torch_internals.own_parameters)

@@ -29,9 +29,10 @@ from lockstep.parallel.ddp.buckets import Bucket, BucketSet
 from lockstep.parallel.ddp.comm_hooks import AllReduceMean, BucketReduction
 from lockstep.parallel.ddp.replicas import Replicas
 from lockstep.parallel.ddp.shares import Scaling
-from lockstep.parallel.ddp.updates import Updates, call_before_updates, refuse_outside
+from lockstep.parallel.ddp.updates import Updates, call_before_updates, leave_out_calls, refuse_outside, warn_if_idle
 from lockstep.parallel.ddp.weighting import Weights, check_weight
 from lockstep.telemetry import ranges
+from lockstep.telemetry.heartbeat import num_calls
 from lockstep.torch_internals import current_graph_task_id, in_backward_optimizers, queue_callback
 
 _NOTHING_LEARNED = (
@@ -57,6 +58,7 @@ class Step:
             function, until it has run or the backward has failed. So the reference is dead if none can arrive any more.
         is_opened_by_output: Whether a hooked output opened it, so before any gradient had arrived.
         unsettled: A parameter that a hook of the script may still change after ours; -1: none.
+        num_calls_before: The collectives until it began; None: there is no other wrapper.
         arrived: Parameters, in the order in which their gradients arrived, including repeats.
         received: The same, each once.
         num_awaited: The number of parameters in the inbox at which another bucket may be complete.
@@ -70,6 +72,7 @@ class Step:
     callback: Callable[[], object] = _nothing
     is_opened_by_output: bool = True
     unsettled: int = -1
+    num_calls_before: int | None = None
     arrived: list[int] = field(default_factory=list)
     received: set[int] = field(default_factory=set)
     num_awaited: int = 1
@@ -90,7 +93,10 @@ def live_reducers() -> list[Reducer]:
 
 
 def _before_update(optimizer: Optimizer, loss: Any) -> None:
-    for reducer in live_reducers():
+    reducers = live_reducers()
+    if any(reducer.num_forwards for reducer in reducers):
+        warn_if_idle(optimizer)
+    for reducer in reducers:
         reducer.before_update(optimizer, loss)
 
 
@@ -330,7 +336,7 @@ class Reducer:
             for parameter in self._optimizers_in_backward:
                 _remove(in_backward_hooks(parameter))
         self.num_forwards += will_sync
-        self._updates.begin_forward(will_sync=will_sync, has_gradients=bool(self._used or self._inbox))
+        self._updates.begin_forward(will_sync=will_sync, has_gradients=self.has_local_gradients)
 
     def begin_alone(self) -> bool:
         """Record a forward on a single rank; return False, and do nothing, if its gradients are watched."""
@@ -395,13 +401,21 @@ class Reducer:
             self._updates.refuse_early(optimizer, indices, finished)
         if step is not None:  # an optimizer in backward
             return
-        if (self._used or self._inbox) and not self._sharers:  # another wrapper may have averaged them
+        if self.has_local_gradients and not self._sharers:  # another wrapper may have averaged them
             self._used.update(self._drain())
-            self._updates.refuse_local(optimizer, indices, self._used)
+            updated_ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            averaged = (each for each in live_reducers() if each.num_steps and not each.has_local_gradients)
+            others_average = not all(updated_ids.isdisjoint(each.bucket_set.index_of) for each in averaged)
+            self._updates.refuse_local(optimizer, indices, self._used, others_average=others_average)
         self._updates.count()
         self._updates.refuse_search(optimizer, loss)
 
     # --- a step opens -----------------------------------------------------------------------------------------------
+
+    @property
+    def has_local_gradients(self) -> bool:
+        """Whether gradients have arrived since the last synchronised step."""
+        return bool(self._used or self._inbox)
 
     @property
     def is_collecting(self) -> bool:
@@ -468,7 +482,8 @@ class Reducer:
         # After a backward through an output, another may come through the graph of a gradient (a gradient penalty).
         self._has_graph = self._has_graph and arrived is None
         self._is_armed = self._has_graph or self._stays_armed
-        self._step = Step(weakref.ref(close), is_opened_by_output=arrived is None)
+        num_before = num_calls() if len(_reducers) > 1 else None
+        self._step = Step(weakref.ref(close), is_opened_by_output=arrived is None, num_calls_before=num_before)
         queue_callback(close)
         if sum(map(len, self._hook_dicts)) > len(self._hooks):
             self._step.unsettled = self._put_hooks_last(arrived)
@@ -498,6 +513,7 @@ class Reducer:
                         self._unscaled = self.scaling
                     elif not self._is_armed:
                         self._used.update(self._drain(), (index,))
+                        self._updates.on_local_gradient()
                         if self.weights.window is not None:
                             self.weights.window.on_local_gradient(index, self._used)
                         return
@@ -616,8 +632,12 @@ class Reducer:
             if any(map(_missing_in, step.in_flight)):
                 self._late = set(range(len(self._hooks))) - self._used
                 self._watch(self._late)
+            if self.weights.window is None:  # which moves gradients away for a while
+                self.replicas.after_step(self.bucket_set.parameters, self.num_steps + 1)
             self._used = set()
             self._updates.begin_count()
+            if step.num_calls_before is not None:
+                leave_out_calls(step.num_calls_before)
             self.num_buckets_reduced = len(step.in_flight)
             self._notify(Event.CLOSED)
             self._drop_step()

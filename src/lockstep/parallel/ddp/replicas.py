@@ -1,9 +1,10 @@
 """Replicas that differ are found within a few steps: a digest of the model travels with the gradients."""
 
 import warnings
+import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -12,9 +13,13 @@ from torch.optim import Optimizer
 from lockstep.accelerator import HostCopy
 from lockstep.comm.collectives import Group, all_gather_object
 from lockstep.parallel.consistency import fold, refuse_difference
+from lockstep.parallel.flat import gradient_of
+from lockstep.torch_internals import version_of
 
 # On a device, a digest is sent so many steps after it was taken: by then the host need not wait for it.
 _NUM_LATER = 5
+_TRAINS, _KEPT = "requires_grad of parameter", "whether gradients of the step before were kept (no zero_grad())"
+_ORDER = "the place, among the wrapped models, of the one that runs backward"
 
 
 class Replicas:
@@ -22,10 +27,11 @@ class Replicas:
 
     [Note: the digest of replicas]
     In the steps 1, 2, 4, 8, ... and each `every` steps, 16 bits are taken of the bits of all parameters, when the
-    backward begins, and of the numbers (learning rates and others) in the groups of the optimizers that made the update
-    before. They travel in the weight message of this step, or on a device in that of a later one; see
-    [Note: weight messages]. Optimizer state is left out, which would cost two times as much: if it differs, so do the
-    parameters after the next update.
+    backward begins, and of numbers: those (learning rates and others) in the groups of the optimizers that made the
+    update before, which parameters are frozen, whether gradients were zeroed, and which of several models this is, as
+    two with the same values may be used in another order. They travel in the weight message of this step, or on a
+    device in that of a later one; see [Note: weight messages]. Optimizer state is left out, which would cost two times
+    as much: if it differs, so do the parameters after the next update.
 
     If the digests differ, every rank reads it from the same sums, and all of them look for the first tensor that
     differs: only this needs collectives. 16 bits miss a difference once in 65,536 checks.
@@ -37,12 +43,16 @@ class Replicas:
     Attributes:
         every: The steps between two checks later on; 0: none are made.
         parameters: Returns the parameters of the model by name; None: it is not known.
+        number: Of the model, on which the ranks have agreed; 0: they have not.
     """
 
     def __init__(self, group: Group, device: torch.device) -> None:
         self._group, self._device = group, device
         self.every = 1000
         self.parameters: Callable[[], Mapping[str, Tensor]] | None = None
+        self.number = 0
+        # A parameter, its gradient, which keeps its bucket in use, and the version of that.
+        self._reduced: tuple[Tensor, weakref.ref[Tensor], int] | None = None
         self._num_groups: dict[int, int] = {}  # of an optimizer, by its id
         # Numbers of the update before the next check: by name, the step after it, and the parameters it has updated.
         self._numbers: dict[str, float] = {}
@@ -68,6 +78,26 @@ class Replicas:
             self._add_numbers(optimizer, step)
         return before != len(optimizer.param_groups)
 
+    def after_step(self, parameters: Iterable[Tensor], step: int) -> None:
+        """Record the first gradient, which all ranks have: whether it is zeroed is seen in the next ``step``."""
+        found = ((each, gradient_of(each)) for each in parameters if self._is_due(step))
+        noted = ((each, weakref.ref(grad), version_of(grad)) for each, grad in found if grad is not None)
+        self._reduced = next(noted, None)
+
+    def _state(self) -> dict[str, float]:
+        """Return what else should be equal on all ranks when a backward begins."""
+        assert self.parameters is not None
+        named = self.parameters().items()
+        state = {f"{_TRAINS} {name}": 0.0 for name, parameter in named if not parameter.requires_grad}
+        state |= {_ORDER: float(self.number)} if self.number else {}
+        if self._reduced is not None:
+            parameter, before, version = self._reduced
+            gradient = gradient_of(parameter)
+            # In place, a script may have zeroed it, or clipped it, or added to it.
+            if gradient is None or (gradient is before() and version_of(gradient) == version):
+                state[_KEPT] = float(gradient is not None)
+        return state
+
     def _add_numbers(self, optimizer: Optimizer, step: int) -> None:
         """Record the numbers in the groups of an optimizer.
 
@@ -85,9 +115,9 @@ class Replicas:
             for name, value in group.items():
                 values = value if isinstance(value, tuple | list) and name != "params" else [value]
                 for index, each in enumerate(values):
-                    # Not a tensor on a device, for which the host would wait.
+                    # Not a tensor on a device, for which the host would wait; nor how an update is computed.
                     is_number = isinstance(each, Tensor) and each.is_cpu and each.numel() == 1
-                    if is_number or isinstance(each, int | float):
+                    if (is_number or isinstance(each, int | float)) and name not in ("foreach", "fused", "capturable"):
                         place = f"[{index}]" if values is value else ""
                         self._numbers[f"{name}{place} of parameter group {number}{which}"] = float(each)
 
@@ -99,7 +129,8 @@ class Replicas:
         """
         if self.parameters is not None and self._is_due(step):
             folded = fold(list(self.parameters().values()), self._device)
-            self._taken.append((step, HostCopy(folded), self._numbers if self._numbers_of == step else {}))
+            state = self._state() | (self._numbers if self._numbers_of == step else {})
+            self._taken.append((step, HostCopy(folded), state))
         if not self._taken or (self._device.type != "cpu" and step < self._taken[0][0] + _NUM_LATER):
             return 0
         self._last_step = self._step
@@ -121,7 +152,8 @@ class Replicas:
         # Which optimizers report their steps depends on what a process has created before: some never do.
         known = all_gather_object(sorted(self._compared), group=self._group, device=self._device)
         common = sorted(set(known[0]).intersection(*known))
-        replica = {name: torch.tensor(self._compared[name], dtype=torch.float64) for name in common}
+        common += sorted({name for names in known for name in names if name.startswith(_TRAINS)}.difference(common))
+        replica = {name: torch.tensor(self._compared.get(name, 1.0), dtype=torch.float64) for name in common}
         kinds = all_gather_object(_processor(self._device), group=self._group, device=self._device)
         if len(set(kinds)) == 1:
             replica |= {f"parameter {name}": tensor for name, tensor in self.parameters().items()}
@@ -134,7 +166,7 @@ class Replicas:
                 warnings.warn(text.format("; ".join(dict.fromkeys(kinds))), stacklevel=2)
             self.every = 0
             return True
-        return any(len(names) > len(common) for names in known)
+        return any(not set(common).issuperset(names) for names in known)
 
 
 def _processor(device: torch.device) -> str:

@@ -1,8 +1,10 @@
 """Refuses optimizer steps on gradients that were not averaged, and steps of ranks that are not in the same one."""
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence, Set
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,12 +16,24 @@ from lockstep.errors import ConfigurationError
 from lockstep.parallel.compile import keep_out_of_graphs
 from lockstep.parallel.ddp.buckets import BucketSet
 from lockstep.parallel.ddp.weighting import Weights, all_zero
+from lockstep.parallel.flat import gradient_of
 from lockstep.telemetry.heartbeat import num_calls
 
 # Called with the optimizer, and with what its closure has returned; None without a closure.
 BeforeUpdate = Callable[[Optimizer, Any], None]
 _functions: dict[BeforeUpdate, None] = {}
 _hooks: list[Any] = []  # of all optimizers, once in a process
+_num_idle: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # steps; 3 or more: no more
+# The collectives of synchronised backwards, if there are several wrappers, and of all when the last of these ended.
+_num_of_wrappers = _num_at_last_close = 0
+
+
+def leave_out_calls(before: int) -> None:
+    """Record that the collectives after the first ``before`` were called by a wrapper, not by the script."""
+    global _num_of_wrappers, _num_at_last_close
+    now = num_calls()
+    _num_of_wrappers += now - max(before, _num_at_last_close)  # steps of two wrappers may overlap
+    _num_at_last_close = now
 
 
 def call_before_updates(function: BeforeUpdate) -> Callable[[], object]:
@@ -74,6 +88,23 @@ def refuse_outside(optimizer: Optimizer, prepared: Set[int]) -> None:
                 )
 
 
+def warn_if_idle(optimizer: Optimizer) -> None:
+    """Warn in the third step of an optimizer that had no gradient in any."""
+    num_idle = _num_idle.get(optimizer, 0)
+    if num_idle > 2:
+        return
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    is_idle = all(gradient_of(parameter) is None for parameter in parameters)
+    _num_idle[optimizer] = num_idle + 1 if is_idle else 3
+    if is_idle and num_idle == 2:
+        warnings.warn(
+            f"{type(optimizer).__name__}.step() has updated nothing in 3 steps: none of its parameters had a "
+            "gradient.\nGive it the parameters of the model that is wrapped, after that is copied or converted, and "
+            "compute the loss from what the wrapped model returns, not detached.",
+            stacklevel=2,
+        )
+
+
 class Updates:
     """The optimizer steps over the parameters of one reducer.
 
@@ -104,7 +135,8 @@ class Updates:
     def __init__(self, bucket_set: BucketSet, weights: Weights, group: Group) -> None:
         self._bucket_set, self._weights, self._group = bucket_set, weights, group
         self._num_forwards = self._num_forwards_updated = 0  # with a synchronised backward; before the last step
-        self._num_calls = 0  # of collectives, before the last forward without a synchronised backward
+        # Of collectives, before the last forward without a synchronised backward; None: it is not known.
+        self._num_calls: int | None = None
         self._accumulates = self._has_warned = self._has_counted = self.is_strict = False
 
     def begin_forward(self, *, will_sync: bool, has_gradients: bool) -> None:
@@ -113,7 +145,12 @@ class Updates:
             self._num_forwards += 1
             self._accumulates |= has_gradients and not self._has_warned
         else:
-            self._num_calls = num_calls()
+            self._num_calls = num_calls() - _num_of_wrappers
+
+    def on_local_gradient(self) -> None:
+        """Record a gradient that stays on this rank; it may come through the bare module, which has no forward here."""
+        if self._num_calls is None and not self._num_forwards:  # else it may be of a term that is equal on all ranks
+            self._num_calls = num_calls() - _num_of_wrappers
 
     def count(self) -> None:
         """Count a step, if it is the first after a forward."""
@@ -141,8 +178,16 @@ class Updates:
                     "Call it after backward, or leave it to model.overlap_optimizer(optimizer)."
                 )
 
-    def refuse_local(self, optimizer: Optimizer, indices: Iterable[int], used: Set[int]) -> None:
+    def refuse_local(
+        self, optimizer: Optimizer, indices: Iterable[int], used: Set[int], *, others_average: bool
+    ) -> None:
         """Refuse a step over parameters with gradients that stayed on this rank, or warn; see [Note: updates].
+
+        Args:
+            optimizer: Steps.
+            indices: Of its parameters.
+            used: Those with gradients that stayed on this rank.
+            others_average: Whether it also steps over those of another wrapper, which has averaged theirs.
 
         Raises:
             ConfigurationError: It is not likely that the script has averaged them itself.
@@ -157,8 +202,8 @@ class Updates:
             + " Train the model that prepare() has returned."
             * self.is_strict
         )
-        may_be_averaged = num_calls() != self._num_calls  # by the script
-        if self.is_strict or (self._accumulates and not may_be_averaged):
+        may_be_averaged = self._num_calls is None or num_calls() - _num_of_wrappers > self._num_calls  # by the script
+        if self.is_strict or ((self._accumulates or others_average) and not may_be_averaged):
             raise ConfigurationError(message)
         if not self._has_warned and (self._accumulates or not may_be_averaged):
             self._has_warned = True

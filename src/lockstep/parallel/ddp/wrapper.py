@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -26,7 +27,7 @@ from lockstep.errors import ConfigurationError
 from lockstep.parallel import module_io
 from lockstep.parallel.compile import leave_all_uncompiled, leave_uncompiled
 from lockstep.parallel.compression import CompressedMean, check_method, make_reduction
-from lockstep.parallel.consistency import Buffers, refuse_difference, replica_of
+from lockstep.parallel.consistency import Buffers, check_arguments_agree, refuse_difference, replica_of
 from lockstep.parallel.ddp import bucket_events, bucket_gradients, comm_hooks, setup
 from lockstep.parallel.ddp.buckets import FIRST_CAP_BYTES, MIB, BucketSet, WrappedParameters
 from lockstep.parallel.ddp.reducer import Reducer
@@ -38,6 +39,7 @@ from lockstep.telemetry import ranges
 
 _MISSING = object()
 _NO_RANGE = nullcontext()
+_numbers = itertools.count(1)  # of the wrappers that this process has made
 
 
 class DistributedDataParallel(module_io.Wrapper, Joinable):
@@ -168,6 +170,14 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         setup.check_batch_norms(module, self.device_type)
         self._connect()
         if init_sync:
+            arguments = (
+                f"compression={compression}, check_replicas={check_replicas}, buckets of {self._bucket_caps_bytes} "
+                f"bytes, forward_sync_buffers={self.forward_sync_buffers}"
+            )
+            check_arguments_agree(arguments, group=self.process_group, device=self.device)
+            self.reducer.replicas.number = collectives.broadcast_object(
+                next(_numbers), group=self.process_group, device=self.device
+            )
             self._model_sync.check(with_buffers=with_buffers)
             self._model_sync.broadcast(src=0, with_buffers=with_buffers)
 
@@ -338,14 +348,14 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         trains = self.require_backward_grad_sync and torch.is_grad_enabled()
         if self._input_device is not None or is_watched or not trains:
             return False
-        self._wrapped_parameters.check()
+        self._wrapped_parameters.check(self.module)
         return self.reducer.begin_alone()
 
     @leave_all_uncompiled
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         is_training = torch.is_grad_enabled()
         if is_training:
-            self._wrapped_parameters.check()
+            self._wrapped_parameters.check(self.module)
         # In this order, and the same in `_shadow_step`: ranks that have joined mirror each collective.
         self.reducer.begin_forward(will_sync=is_training and self.require_backward_grad_sync)
         is_in_join = torch_internals.join_config(self).enable

@@ -25,6 +25,7 @@ from lockstep.parallel.ddp.bucket_events import Event
 from lockstep.parallel.ddp.buckets import Bucket
 from lockstep.parallel.ddp.comm_hooks import AllReduceMean, BucketReduction
 from lockstep.parallel.ddp.reducer import Reducer, live_reducers
+from lockstep.parallel.flat import gradient_of
 
 
 class Mode(Enum):
@@ -54,18 +55,18 @@ _readers: dict[int, Callable[[], None]] = {}
 
 
 def _read_gradient(parameter: Tensor) -> Tensor | None:
-    on_read, frame, gradient = _readers.get(id(parameter)), inspect.currentframe(), _GRAD.__get__(parameter)
+    on_read, frame, gradient = _readers.get(id(parameter)), inspect.currentframe(), gradient_of(parameter)
     caller = frame and frame.f_back
     if on_read is None:  # a copy of a watched parameter
         parameter.__class__ = nn.Parameter
     elif gradient is not None and caller and caller.f_code not in _RESETS:
         on_read()
-    return gradient  # type: ignore[no-any-return]
+    return gradient
 
 
 def quietly_read(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Return the gradients of those that have one; this does not count as a read by the script."""
-    return [gradient for gradient in map(_GRAD.__get__, parameters) if gradient is not None]
+    return [gradient for gradient in map(gradient_of, parameters) if gradient is not None]
 
 
 class _WatchedParameter(nn.Parameter):
