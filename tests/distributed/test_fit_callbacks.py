@@ -18,7 +18,7 @@ from lockstep.telemetry.record import read_run
 from lockstep.train.settings import Settings
 from lockstep.train.trainer import Trainer
 from tests.distributed.commands import lockstep as run_lockstep
-from tests.training import make_task, network, read_state, relative_error, samples
+from tests.training import make_task, mean_loss, network, read_state, relative_error, samples
 
 TASK = make_task(eval_dataset=samples)
 
@@ -235,6 +235,130 @@ def test_averages_resume_on_another_number_of_ranks(ranks, tmp_path, strategy):
         assert relative_error(value, expected[name]) < 1e-13
 
 
+class Sets:
+    """Halves the rate in the warm-up, sets the weight decay of the later steps, and may end the run."""
+
+    def __init__(self, end=None):
+        self.end = end
+
+    def on_step_end(self, run):
+        for group in run.optimizer.param_groups:
+            if run.step in (2, 7):
+                group["lr"] *= 0.5
+            group["weight_decay"] = 0.01 * run.step
+        if run.step == self.end:
+            run.stop()
+
+
+def decayed(params):
+    return torch.optim.AdamW(params, lr=0.1, weight_decay=0.1)
+
+
+def with_numbers_set(num_steps):
+    """Return the weights of a plain loop."""
+    task = make_task(optimizer=decayed, drop_last=True)
+    loop = Trainer(task, Settings(), None, strategy="single", devices=[torch.device("cpu")])
+    optimizer, data, half = task.optimizer(list(loop.model.parameters())), samples(), 1.0
+    for step in range(num_steps):
+        warm = min(1.0, (step + 1) / 4)
+        optimizer.param_groups[0].update(lr=0.1 * half * warm, weight_decay=0.01 * step if step else 0.1)
+        optimizer.zero_grad()
+        task.loss(loop.model, tuple(tensor[loop.plan.order.batch(step)] for tensor in data.tensors)).backward()
+        optimizer.step()
+        half *= 0.5 if step + 1 in (2, 7) else 1.0
+    return loop.model.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings"),
+    [
+        ("dp", {"devices": 2}),
+        ("ddp", {"accumulate": 3}),
+        ("ddp", {"overlap_optimizer": True}),
+        ("ddp-zero1", {}),
+        ("fsdp", {}),
+    ],
+)
+def test_numbers_that_a_callback_sets_hold_with_warm_up_and_over_a_resume(ranks, tmp_path, strategy, settings):
+    def run(world):
+        def fit(folder, end=None):
+            task = make_task(optimizer=decayed, drop_last=True, callbacks=[Sets(end)])
+            how = {"steps": 10, "warmup": 4, "quiet": True, "checkpoint": tmp_path / folder}
+            return lockstep.fit(task, strategy=strategy, **how, **settings)
+
+        whole, part = fit("whole"), fit("parts", end=1)
+        assert part.num_steps == 3
+        return [result.load(network()).state_dict() for result in (whole, fit("parts"))]
+
+    expected = with_numbers_set(10)
+    for weights in ranks(1 if strategy == "dp" else 2)(run)[0]:
+        assert all(relative_error(value, expected[name]) < 1e-12 for name, value in weights.items())
+
+
+class Freezes:
+    """Freezes or unfreezes the first layer after a step, and compares each evaluation with the model."""
+
+    def __init__(self, trained, point, end=None):
+        self.trained, self.point, self.end, self.errors = trained, point, end, []
+
+    def _at(self, point, run):
+        if (point, run.step) == (self.point, 4):
+            run.model[0].requires_grad_(self.trained)
+        if point == "step" and run.step == self.end:
+            run.stop()
+
+    def on_step_end(self, run):
+        self._at("step", run)
+
+    def on_evaluation(self, run):
+        self._at("evaluation", run)
+        with torch.no_grad():
+            self.errors.append(abs(mean_loss(run.model, samples().tensors).item() - run.metrics["loss"]))
+
+
+def partly_frozen():
+    net = network()
+    net[0].requires_grad_(False)
+    return net
+
+
+def averaged_while_switched(task, num_steps):
+    """Return torch's average of a plain loop in which the first layer is frozen or unfrozen after step 4."""
+    loop = Trainer(task, Settings(), None, strategy="single", devices=[torch.device("cpu")])
+    average = AveragedModel(loop.model, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+    optimizer, data = task.optimizer(loop.model), samples()
+    for step in range(num_steps):
+        if step == 4:
+            loop.model[0].requires_grad_(not loop.model[0].weight.requires_grad)
+        optimizer.zero_grad()
+        task.loss(loop.model, tuple(tensor[loop.plan.order.batch(step)] for tensor in data.tensors)).backward()
+        optimizer.step()
+        average.update_parameters(loop.model)
+    return average.module.state_dict()
+
+
+@pytest.mark.parametrize("point", ["step", "evaluation"])
+@pytest.mark.parametrize("model", [network, partly_frozen])
+def test_the_average_of_layers_that_are_frozen_or_unfrozen_is_that_of_torch(tmp_path, model, point):
+    def fit(folder, devices, end=None):
+        switch = Freezes(model is partly_frozen, point, end)
+        task = make_task(**made, ema=0.8, eval_dataset=samples, callbacks=[switch])
+        how = {"steps": 12, "eval_every": 1, "quiet": True, "load_best": True, "early_stopping": "loss", "patience": 2}
+        how |= {"strategy": "dp" if devices == 2 else "single", "devices": devices, "checkpoint": tmp_path / folder}
+        result = lockstep.fit(task, keep_best="loss", **how)
+        if devices == 1:
+            assert len(switch.errors) == len(result.evaluations) and max(switch.errors) < 1e-12
+        return result
+
+    made = {"model": model, "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)}
+    expected = averaged_while_switched(make_task(**made), 6)
+    assert fit("parts", 1, end=4).num_steps < 6
+    for result in (fit("one", 1), fit("two", 2), fit("parts", 1)):
+        assert (result.best.step, result.num_steps) == (6, 8)
+        for name, value in result.model.state_dict().items():
+            assert relative_error(value, expected[name]) < 1e-12, name
+
+
 def test_averages_of_ranks_that_differ_are_refused():
     with pytest.raises(ConfigurationError) as error:
         lockstep.fit(make_task(ema=0.9), strategy="local-sgd", quiet=True)
@@ -309,6 +433,9 @@ class Killer:
     def on_step_end(self, run):
         self.lose(f"step{run.step}")
         self.seen = getattr(self, "seen", 0) + 1
+        if run.step == 4:
+            run.model[0].requires_grad_(False)
+            run.optimizer.param_groups[0]["lr"] *= 0.9
     def on_checkpoint(self, run):
         self.lose(f"checkpoint{run.step}")
         self.kept = [*getattr(self, "kept", []), run.found["step"]]
@@ -321,8 +448,15 @@ class Killer:
     def load_state_dict(self, state):
         self.seen, self.kept = state["seen"], state["kept"]
 
+class Decaying(torch.optim.lr_scheduler.LRScheduler):
+    def get_lr(self):
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] *= 1.1
+        return [group["lr"] * 0.99 for group in self.optimizer.param_groups]
+
 task = lockstep.Task(
-    model=network, dataset=samples, eval_dataset=lambda: samples(31), loss=mean_loss,
+    model=network, dataset=samples, schedule=Decaying if os.environ["DECAYS"] else None,
+    eval_dataset=lambda: samples(31), loss=mean_loss,
     optimizer=lambda params: torch.optim.AdamW(params, lr=0.3), global_batch_size=24, ema=0.8,
     callbacks=[Killer()],
 )
@@ -330,13 +464,14 @@ task = lockstep.Task(
 
 
 @pytest.mark.timeout(120)
-def test_a_lost_rank_changes_nothing_of_averages_early_stopping_and_callbacks(tmp_path):
+@pytest.mark.parametrize(("decays", "places"), [("", ["", "step1", "checkpoint6"]), ("1", ["", "step6"])])
+def test_a_lost_rank_changes_nothing_of_averages_early_stopping_and_callbacks(tmp_path, decays, places):
     (tmp_path / "mine.py").write_text(LOST)
     how = "--epochs 30 --eval-every 2 --early-stopping loss --patience 2 --reproducible 4 --devices 2 --max-restarts 3"
     seen = []
-    for at in ("", "step1", "step6", "checkpoint6"):
+    for at in places:
         export = tmp_path / f"lost-{at}.safetensors"
-        environ = {**os.environ, "ONCE": str(tmp_path / f"once-{at}"), "AT": at}
+        environ = {**os.environ, "ONCE": str(tmp_path / f"once-{at}"), "AT": at, "DECAYS": decays}
         kept = ["--checkpoint", tmp_path / f"kept-{at}", "--checkpoint-every", "3"]
         done = run_lockstep("train", tmp_path / "mine.py", *how.split(), *kept, "--export", export, env=environ)
         assert done.code == 0, done.err
@@ -344,7 +479,7 @@ def test_a_lost_rank_changes_nothing_of_averages_early_stopping_and_callbacks(tm
         found = re.findall(r"seen (\d+) (\d+)", done.out)
         announced = re.findall(r"kept [\d ]+", done.out)
         seen.append((found, re.findall("stopped early: .*", done.out), announced, export.read_bytes()))
-    assert seen[1:] == [seen[0]] * 3
+    assert seen[1:] == [seen[0]] * (len(places) - 1)
     ((calls, steps),) = seen[0][0]
     assert calls == steps and 8 < int(steps) < 90
     assert len(seen[0][1]) == 1

@@ -49,6 +49,27 @@ def on_plateau(optimizer):
     return ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
 
 
+class Decaying(torch.optim.lr_scheduler.LRScheduler):
+    """Multiplies what is there: the rates, as torch's own do, and weight decay."""
+
+    def get_lr(self):
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] *= 1.3
+        return [group["lr"] * 0.9 for group in self.optimizer.param_groups]
+
+
+class Lowers(AdamW):
+    """Lowers its own rate in a step, and counts."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            if group["k"] % 2:
+                group["lr"] *= 0.7
+        return loss
+
+
 def make_loop(world, strategy, task, **settings):
     return Trainer(task, Settings(**settings), world, strategy=strategy, devices=[torch.device("cpu")])
 
@@ -126,7 +147,14 @@ def test_a_scheduler_of_torch_is_stepped_for_each_update(ranks, strategy):
 
 @pytest.mark.parametrize(
     ("strategy", "schedule"),
-    [("ddp", one_cycle), ("ddp", in_parts), ("ddp", on_plateau), ("ddp-zero1", one_cycle), ("local-sgd", one_cycle)],
+    [
+        ("ddp", one_cycle),
+        ("ddp", in_parts),
+        ("ddp", on_plateau),
+        ("ddp-zero1", one_cycle),
+        ("ddp-zero1", Decaying),
+        ("local-sgd", one_cycle),
+    ],
 )
 def test_a_run_that_is_resumed_ends_in_the_same_bits(ranks, tmp_path, strategy, schedule):
     class Break(Exception):
@@ -168,6 +196,42 @@ def test_a_run_that_is_resumed_ends_in_the_same_bits(ranks, tmp_path, strategy, 
     assert resumed[1].keys() == whole[1].keys() != set()
     state = read_state(tmp_path / "broken" / f"step-{NUM_STEPS:010d}")
     assert list(state["scheduler"][1]) == ([2, 4, 6, 8, 9] if schedule is on_plateau else [])
+
+
+@pytest.mark.parametrize("schedule", [Decaying, None])
+@pytest.mark.parametrize("strategy", ["ddp", "ddp-zero1"])
+def test_what_an_optimizer_sets_itself_holds_also_over_a_resume(ranks, tmp_path, strategy, schedule):
+    task = make_task(schedule=schedule, optimizer=partial(Lowers, lr=0.02, weight_decay=0.1))
+    plain = make_loop(None, "single", task)
+    optimizer, data, expected = task.optimizer(plain.model.parameters()), samples(), []
+    scheduler = Decaying(optimizer) if schedule is not None else None
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        task.loss(plain.model, tuple(tensor[plain.plan.order.batch(step)] for tensor in data.tensors)).backward()
+        optimizer.step()
+        expected.append([optimizer.param_groups[0][name] for name in ("lr", "weight_decay", "k")])
+        if scheduler is not None:
+            scheduler.step()
+
+    class Notes:
+        def on_step_end(self, run):
+            used.append([run.optimizer.param_groups[0][name] for name in ("lr", "weight_decay", "k")])
+            if run.step == 2:
+                run.stop()
+
+    used = []
+
+    def run(world):
+        used.clear()
+        for end in (4, NUM_STEPS):
+            how = {"steps": NUM_STEPS, "checkpoint": tmp_path, "quiet": True}
+            result = lockstep.fit(task, strategy=strategy, callbacks=[Notes()], **how)
+            assert result.num_steps == end
+        return used, result.model.state_dict()
+
+    for used, weights in ranks(2)(run):
+        assert used == [pytest.approx(each, rel=1e-12) for each in expected]
+        assert all(relative_error(value, weights[name]) < 1e-12 for name, value in plain.model.state_dict().items())
 
 
 def test_more_steps_follow_the_new_plan_and_not_the_loaded_one(tmp_path):

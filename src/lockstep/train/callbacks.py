@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, final
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lockstep.data.stream import Stateful
 from lockstep.errors import ConfigurationError
@@ -21,6 +22,10 @@ class _Verbs(Protocol):
     @property
     def model(self) -> nn.Module:
         """The model without wrappers."""
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer of the run."""
 
     def request(self, verb: str, why: str = "") -> None:
         """Ask all ranks to ``stop`` or to ``save``."""
@@ -78,8 +83,21 @@ class RunView:
 
     @property
     def model(self) -> nn.Module:
-        """The model without wrappers; with fsdp, with the shards of this rank. Do not change it before ``on_end``."""
+        """The model without wrappers; with fsdp, with the shards of this rank.
+
+        Change its weights in ``on_end`` only; layers may be frozen and unfrozen. In ``on_evaluation`` and ``on_end``,
+        it has the averaged weights of ``Task.ema``, which were evaluated.
+        """
         return self._run.model
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer. Numbers that are set in its ``param_groups`` on all ranks hold, also in a resumed run.
+
+        So does a learning rate, ``group["lr"] *= 0.1``: schedule and warm-up go on from it. A scheduler of torch does
+        with it what it does in any loop.
+        """
+        return self._run.optimizer
 
     def stop(self, why: str = "") -> None:
         """End the run early, on all ranks after the same step, on any number of devices. Any rank may call it.

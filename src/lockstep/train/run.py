@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lockstep import activity
 from lockstep.comm.collectives import all_gather_object
@@ -137,7 +138,7 @@ class Run:
             "check": trainer.check_replicas,
             "compare": lambda: self._record.compare_ranks(self._stragglers),
             "evaluate": self.evaluate,
-            "on_evaluation": lambda: self._call("on_evaluation"),
+            "on_evaluation": self._on_evaluation,
             "grant": self._grant,
             "save": self.save,
         }
@@ -346,6 +347,11 @@ class Run:
         """The model without wrappers; with fsdp, with the shards of this rank."""
         return self.trainer.module if self._final is None else self._final
 
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer of the run."""
+        return self.trainer.optimizer
+
     def _call(self, point: str) -> None:
         """Call the method ``point`` of the callbacks. What it asks for is done by `_grant`, or with the next steps."""
         if not self._callbacks.have(point):
@@ -366,6 +372,10 @@ class Run:
             _run=self,
         )
         self._callbacks.call(point, view)
+
+    def _on_evaluation(self) -> None:
+        with self.trainer.averaged():
+            self._call("on_evaluation")
 
     def request(self, verb: str, why: str = "") -> None:
         """Ask all ranks, for a callback of this one, to ``stop`` or to ``save``; see `RunView`.

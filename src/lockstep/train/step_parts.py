@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple, final
 
 import psutil
@@ -28,7 +30,7 @@ from lockstep.parallel.zero.optimizer import norm_of_shards
 from lockstep.telemetry.heartbeat import device_memory
 from lockstep.telemetry.rank_state import format_bytes
 from lockstep.telemetry.resources import says_out_of_memory
-from lockstep.torch_internals import TorchDispatchMode, local_scalar_dense, mark_stepped
+from lockstep.torch_internals import TorchDispatchMode, local_scalar_dense, mark_stepped, version_of
 from lockstep.train.checkpoints.model_state import plain_name, read_tensors
 from lockstep.train.settings import Precision, Scaling, Schedule
 from lockstep.train.task import Loss, Task, required_by
@@ -190,24 +192,93 @@ def batch_scale(rule: Scaling, batch_size: int, base_batch_size: int) -> float:
     return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
 
 
-def set_rates(optimizer: Optimizer, base: list[float], factor: float) -> None:
-    """Set each group's learning rate to its base rate times ``factor``; a tensor is updated in place.
+def _marks(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the numbers of each param group, to notice what changes; for a rate that is a tensor, its version.
+
+    So a device is not waited for.
+    """
+    return [
+        {
+            key: (id(value), version_of(value)) if isinstance(value, Tensor) else value
+            for key, value in group.items()
+            if isinstance(value, int | float | tuple) or key == "lr"
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def _changes(optimizer: Optimizer, before: list[dict[str, Any]]) -> Iterator[tuple[int, str, Any]]:
+    """Yield group, name and value of each number that differs from the `_marks` of ``before``.
 
     Raises:
         ConfigurationError: A param group was added.
     """
-    if len(optimizer.param_groups) != len(base):
-        counts = f"The optimizer has {len(optimizer.param_groups)} param groups, but had {len(base)} when the training"
-        raise ConfigurationError(f"{counts} began.\nMake all of them in Task.optimizer.")
-    for group, rate in zip(optimizer.param_groups, base, strict=True):
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(rate * factor)
+    if len(groups := optimizer.param_groups) != len(before):
+        counts = f"The optimizer has {len(groups)} param groups, but had {len(before)} when the training began."
+        raise ConfigurationError(f"{counts}\nMake all of them in Task.optimizer.")
+    for place, (then, now) in enumerate(zip(before, _marks(optimizer), strict=True)):
+        for key, mark in now.items():
+            if then.get(key) != mark:
+                value = groups[place][key]
+                yield place, key, float(value) if isinstance(value, Tensor) else value
+
+
+def _put(group: dict[str, Any], key: str, value: Any) -> None:
+    """Set a number of a param group; a tensor is updated in place."""
+    if isinstance(group.get(key), Tensor):
+        group[key].fill_(value)
+    else:
+        group[key] = value
+
+
+@final
+class Rates:
+    """Sets the rates of ``optimizer``: each group's base rate times the factor of ``rate``.
+
+    A rate that a callback sets, or the optimizer in its step, holds: it changes the base rate, and the schedule goes
+    on from there.
+    """
+
+    def __init__(self, rate: LearningRate, optimizer: Optimizer) -> None:
+        self._rate, self._optimizer, self._factor = rate, optimizer, 1.0
+        self._base = [float(group["lr"]) for group in optimizer.param_groups]
+        self._set, self._seen = list(self._base), _marks(optimizer)
+
+    def advance(self, num_updates: int) -> None:
+        """Set the rates for the update after ``num_updates``."""
+        self._adopt()
+        self._apply(self._rate.factor(num_updates))
+
+    def _adopt(self) -> None:
+        """Adopt the rates that something else has set."""
+        for place, key, value in _changes(self._optimizer, self._seen):
+            if key == "lr" and value != self._set[place]:
+                self._base[place], self._set[place] = value / (self._factor or 1.0), value
+        self._seen = _marks(self._optimizer)
+
+    def _apply(self, factor: float) -> None:
+        self._factor = factor
+        for place, group in enumerate(self._optimizer.param_groups):
+            value, rate = self._base[place] * factor, group["lr"]
+            _put(group, "lr", value)
+            self._set[place] = value if not isinstance(rate, Tensor) else float(torch.tensor(value, dtype=rate.dtype))
+        self._seen = _marks(self._optimizer)
+
+    def add_loss(self, step: int, loss: float) -> None:
+        """Do nothing: this schedule needs no losses."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return base rates, factor, and the rates of the last update."""
+        self._adopt()
+        return {"rates": [list(self._base), self._factor, list(self._set)]}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, keeps_rates: bool) -> None:
+        """Continue from the state of a run, whose param groups have been loaded; see `TorchScheduler`."""
+        if keeps_rates and "rates" in state:
+            base, self._factor, then = state["rates"]
+            self._base, self._set, self._seen = list(base), list(then), _marks(self._optimizer)
         else:
-            group["lr"] = rate * factor
-
-
-# The options of a param group that schedulers change; others belong to the optimizer.
-_SCHEDULED = ("lr", "momentum", "betas")
+            self._apply(self._rate.factor(state["num_updates"] - 1) if state["num_updates"] else 1.0)
 
 
 def makes_scheduler(schedule: object) -> bool:
@@ -222,16 +293,14 @@ class TorchScheduler:
     [Note: a scheduler is made again]
     Its state is not in a checkpoint. A run that resumes makes the scheduler again, and steps it as often as before: the
     bits are the same, and other arguments, such as more steps, have their effect. A state that is loaded would keep the
-    old ones, and `OneCycleLR` would raise an error after its old number of steps.
+    old ones, and `OneCycleLR` would raise an error after its old number of steps. It may change any number of a param
+    group, so all begin again, and what a callback or the optimizer has set in between is set again in its place: the
+    newest of each number, as they are not added.
 
     Args:
         rate: Of the run; its `decay` makes the scheduler.
         optimizer: Its rates are multiplied by ``rate.scale`` before.
         evaluates: Whether there are losses for a `ReduceLROnPlateau`.
-
-    Attributes:
-        num_done: Number of steps that it has made.
-        losses: Of evaluations, by the number of steps before.
 
     Raises:
         ConfigurationError: The task makes no scheduler, or one that needs an evaluation.
@@ -239,16 +308,17 @@ class TorchScheduler:
 
     def __init__(self, rate: LearningRate, optimizer: Optimizer, *, evaluates: bool) -> None:
         self._rate, self._optimizer, self._evaluates = rate, optimizer, evaluates
-        self._begin = [{key: group[key] for key in _SCHEDULED if key in group} for group in optimizer.param_groups]
-        self.restart(0, {})
+        begin = zip(_marks(optimizer), optimizer.param_groups, strict=True)
+        self._begin = [{key: copy.deepcopy(group[key]) for key in marks} for marks, group in begin]
+        self._restart(0, {}, [])
 
-    def restart(self, num_done: int, losses: Mapping[int, float]) -> None:
-        """Make the scheduler again, for the options that the optimizer began with, and step it as often."""
+    def _restart(self, num_done: int, losses: Mapping[int, float], changed: list[list[Any]]) -> None:
+        """Make the scheduler again, for the numbers that the optimizer began with, and step it as often."""
         groups, make = self._optimizer.param_groups, self._rate.decay
+        loaded = [dict(group) for group in groups]
         for group, begin in zip(groups, self._begin, strict=True):
             group.update(copy.deepcopy(begin))  # a rate may be a tensor
-        set_rates(self._optimizer, [float(group["lr"]) for group in groups], self._rate.scale)
-        for group in groups:
+            _put(group, "lr", float(group["lr"]) * self._rate.scale)
             if "initial_lr" in group:  # of a scheduler before, which this one would take; its place shows in a checksum
                 group["initial_lr"] = copy.deepcopy(group["lr"])
         assert callable(make)
@@ -264,22 +334,70 @@ class TorchScheduler:
                 "Add eval_dataset=... to the task, or use another scheduler."
             )
         mark_stepped(self._optimizer)  # in the run that is resumed
-        self._made, self.num_done, self.losses = made, 0, dict[int, float]()
-        self.advance(num_done)
-        for step, loss in losses.items():
-            self.add_loss(step, loss)
+        self._made, self._num_done, self._losses = made, 0, dict[int, float]()
+        # What else was set in a param group: by its number and a name, the number of steps before, and the value.
+        self._changed = dict[tuple[int, str], tuple[int, Any]]()
+        self._seen = _marks(self._optimizer)
+        for replay in [partial(self.advance, number + 1) for number in range(num_done)] + [
+            partial(self.add_loss, *loss) for loss in losses.items()
+        ]:
+            self._change(changed)
+            replay()
+        self._change(changed)
+        self._note_changes()
+        # What the scheduler has left alone, the optimizer may have counted or adapted: as in the run that is resumed.
+        for group, before, begin in zip(groups, loaded, self._begin, strict=True):
+            group.update({key: before[key] for key in begin if key != "lr" and group[key] == begin[key]})
+        self._seen = _marks(self._optimizer)
+
+    def _change(self, changed: list[list[Any]]) -> None:
+        for place, key, time, value in changed:
+            if time == self._time:
+                _put(self._optimizer.param_groups[place], key, value)
+
+    def _note_changes(self) -> None:
+        """Note what a callback or the optimizer has set since the last step of the scheduler."""
+        for place, key, value in _changes(self._optimizer, self._seen):
+            self._changed[place, key] = self._time, value
+        self._seen = _marks(self._optimizer)
+
+    @property
+    def _time(self) -> int:
+        """Number of steps of the scheduler."""
+        return self._num_done + len(self._losses)
+
+    def _step(self, *loss: Any) -> None:
+        self._note_changes()
+        self._made.step(*loss)
+        self._seen = _marks(self._optimizer)
 
     def advance(self, num_updates: int) -> None:
         """Set the options of the optimizer for the update after ``num_updates``."""
-        while self.num_done < num_updates and not isinstance(self._made, ReduceLROnPlateau):
-            self._made.step()
-            self.num_done += 1
+        while self._num_done < num_updates and not isinstance(self._made, ReduceLROnPlateau):
+            self._step()
+            self._num_done += 1
 
     def add_loss(self, step: int, loss: float) -> None:
         """Step a `ReduceLROnPlateau` by the loss of the evaluation after ``step`` steps, unless it was."""
-        if isinstance(self._made, ReduceLROnPlateau) and step not in self.losses:
-            self.losses[step] = loss
-            self._made.step(loss)
+        if isinstance(self._made, ReduceLROnPlateau) and step not in self._losses:
+            self._step(loss)
+            self._losses[step] = loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of steps, the losses of evaluations by step, and what else was set, and when."""
+        self._note_changes()
+        changed = [[*where, *what] for where, what in self._changed.items()]
+        return {"scheduler": [self._num_done, dict(self._losses), changed]}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, keeps_rates: bool) -> None:
+        """Continue from the state of a run.
+
+        Args:
+            state: Of the trainer. If that run had another schedule, this one has its place from the next update on.
+            keeps_rates: Whether rates that were set in that run hold; not if the task has others now.
+        """
+        num_done, losses, *changed = state.get("scheduler") or (state["num_updates"], {})
+        self._restart(num_done, losses, [each for each in chain(*changed) if keeps_rates or each[1] != "lr"])
 
 
 # --- the gradient -----------------------------------------------------------------------------------------------------
@@ -428,8 +546,10 @@ class StepMetrics:
 class AveragedWeights:
     """Averages the trained parameters of ``model`` as torch's ``AveragedModel`` does with ``get_ema_multi_avg_fn``.
 
-    Not an ``AveragedModel``, which holds a second model: buffers and frozen parameters are those of ``model``, and of
-    a sharded parameter each rank averages its shard. All ranks hold the same, so nothing is exchanged.
+    Not an ``AveragedModel``, which holds a second model: buffers and parameters that were never trained are those of
+    ``model``, and of a sharded parameter each rank averages its shard. All ranks hold the same, so nothing is
+    exchanged. A layer may be frozen in mid-training, and then its average approaches it; or unfrozen, from when on it
+    is averaged, beginning with the weights that it had: until then they were equal to their average.
 
     [Note: when weights are averaged]
     The average follows each update, but not at once: parameters may still be gathered, and on a device the gradient is
@@ -457,22 +577,23 @@ class AveragedWeights:
         self.is_due = self.is_swapped = False
 
     def _parameters(self) -> dict[str, Tensor]:
-        named = self._model.named_parameters()
-        return {plain_name(name): parameter.detach() for name, parameter in named if parameter.requires_grad}
+        return {plain_name(name): parameter for name, parameter in self._model.named_parameters()}
 
     @torch.no_grad()
     def update(self) -> None:
-        """Update the average with the parameters. Does not block."""
+        """Update the average if parameters have changed; if not, add those that are to be trained. Does not block."""
         if self._applied_by is not None:
             with self._applied_by():
                 self.values = {name: parameter.clone() for name, parameter in self._parameters().items()}
             return
-        self.is_due, parameters = False, self._parameters()
-        if not self.values:
-            self.values = {name: parameter.clone() for name, parameter in parameters.items()}
-            return
-        averages = [local_part(self.values[name]) for name in parameters]
-        self._average(averages, [local_part(parameter) for parameter in parameters.values()], 0)
+        parameters, averaged = self._parameters(), list(self.values)
+        if self.is_due or averaged:
+            new = {name: p for name, p in parameters.items() if p.requires_grad and name not in self.values}
+            self.values |= {name: parameter.detach().clone() for name, parameter in new.items()}
+        if self.is_due and averaged:
+            averages = [local_part(self.values[name]) for name in averaged]
+            self._average(averages, [local_part(parameters[name].detach()) for name in averaged], 0)
+        self.is_due = False
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -487,7 +608,9 @@ class AveragedWeights:
     def swap(self) -> None:
         """Exchange parameters and averages, one after the other: the parameters stay where they are in memory."""
         self.is_swapped = not self.is_swapped
-        for name, parameter in self._parameters().items() if self.values else ():
+        parameters = self._parameters() if self.values else {}
+        for name in self.values:
+            parameter = parameters[name].detach()
             copy = parameter.clone()
             parameter.copy_(self.values[name])
             self.values[name].copy_(copy)
@@ -500,15 +623,10 @@ class AveragedWeights:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the averages of a checkpoint, or of another rank; without any, from the parameters.
-
-        Raises:
-            ValueError: They belong to another model.
-        """
-        self.is_due, parameters = False, self._parameters() if state and self.follows else {}
-        if missing := parameters.keys() - state.keys():
-            raise ValueError(f"it has no averaged weights of {min(missing)}")
-        self.values = {name: p.clone().copy_(read_tensors(state[name], p)) for name, p in parameters.items()}
+        """Continue with the averages of a checkpoint, or of another rank; without any, from the parameters."""
+        averaged = {name: p.detach() for name, p in self._parameters().items() if self.follows and name in state}
+        self.values = {name: p.clone().copy_(read_tensors(state[name], p)) for name, p in averaged.items()}
+        self.is_due = False
 
 
 # --- random numbers ---------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum, auto
 from functools import partial
@@ -188,6 +188,7 @@ class Trainer:
         self._model = build_model(task, "cpu" if is_divided else self.device, keeps_meta=is_divided)
         if settings.compile and not is_divided:
             compile_in_place(self._model, self._name, settings.bucket_cap_mb, is_exact=self.arithmetic.deterministic)
+        self._began_trained = {name for name, parameter in self._model.named_parameters() if parameter.requires_grad}
         self._hooks = step_parts.seed_recurrent_on_host(self._model, self.device)
         self.average = None if task.ema is None else step_parts.AveragedWeights(self._model, task.ema)
 
@@ -201,7 +202,11 @@ class Trainer:
     def _connect(self, world: World, shards: VirtualShards | None, *, is_first: bool) -> None:
         """Create everything that holds process groups. Collective: every rank of the group."""
         task, settings = self._task, self.settings
+        # Made as on a new rank, which gets to know later what callbacks have frozen or unfrozen.
+        now = {name: parameter.requires_grad for name, parameter in self._model.named_parameters()}
+        self._switch({name: name in self._began_trained for name in now})
         self.strategy: strategies.Strategy = self._make_strategy(world, shards, is_first=is_first)
+        self._switch(now)
         self.group: Group | None = self.strategy.group
         if shards is not None and self.group is not None:
             # Other hardware may round differently. That is not an error, but the same bits are not guaranteed.
@@ -227,10 +232,12 @@ class Trainer:
             if isinstance(self.optimizer, ZeroRedundancyOptimizer):
                 self.optimizer.has_state = not world.is_late
             self._base_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-            self._scheduler = None
+            self._scheduler: step_parts.Rates | step_parts.TorchScheduler
             if step_parts.makes_scheduler((rate := self.plan.learning_rate).decay):
                 evaluates = task.eval_dataset is not None
                 self._scheduler = step_parts.TorchScheduler(rate, self.optimizer, evaluates=evaluates)
+            else:
+                self._scheduler = step_parts.Rates(rate, self.optimizer)
             self.scaler = step_parts.GradScaler() if settings.precision == "fp16" else None
             self.alike_after: int | None = None
         else:
@@ -262,6 +269,12 @@ class Trainer:
                 averaging.flags, averaging.on_flags = [0.0] * step_parts.NUM_FLAGS, self._take_flags
         self.bad_samples.group = self.group
         self.nonfinite.strategy, self.nonfinite.plan = self.strategy, self.plan
+
+    def _switch(self, trained: Mapping[str, bool]) -> None:
+        """Set by name whether parameters are trained."""
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad != trained.get(name, parameter.requires_grad):
+                parameter.requires_grad_(trained[name])
 
     # --- recovery in place: `lockstep.train.recovery.Connected` -------------------------------------------------------
 
@@ -520,7 +533,7 @@ class Trainer:
         self.settle()  # what the last step has left for later
         if self.policy is Update.IN_BACKWARD:  # parameters are updated as soon as their bucket is reduced
             self.update_average(is_used=False)
-            self._set_rates()
+            self._scheduler.advance(self._num_updates)
         flags = None
         if is_last:
             number = 0
@@ -580,14 +593,13 @@ class Trainer:
             computed: The micro-batches of this process.
             step: Counted from 0.
         """
-        self.update_average(
-            is_used=False
-        )  # of the last step: now its parameters have been gathered, and its gradient was checked
+        # Of the last step: now its parameters have been gathered, and its gradient was checked.
+        self.update_average(is_used=False)
         self._seeds.all(Purpose.UPDATE, step)  # some optimizers draw random numbers
         in_backward = self.policy is Update.IN_BACKWARD
         norm, report = self._scale_gradient(metrics)
         if not in_backward:
-            self._set_rates()
+            self._scheduler.advance(self._num_updates)
         # The host checks the first update in any case: see [Note: checks one forward later].
         waits = not self.checks_later or (self._num_updates == 0 and self.policy is Update.LEFT_OUT)
         kept = computed if waits else [(micro._replace(batches=[]), losses) for micro, losses in computed]
@@ -655,23 +667,15 @@ class Trainer:
         self._seeds.all(Purpose.UPDATE, step)  # as before: the draws of a forward differ between ranks
         return metrics.loss
 
-    def _set_rates(self) -> None:
-        """Set the learning rates of the next update."""
-        if self._scheduler is None:
-            factor = self.plan.learning_rate.factor(self._num_updates)
-            step_parts.set_rates(self.optimizer, self._base_rates, factor)
-        else:
-            self._scheduler.advance(self._num_updates)
-
     def note_evaluation(self, loss: float) -> None:
-        """Pass the loss of an evaluation after the last step to the scheduler, if there is one."""
-        if self._scheduler is not None:
-            self._scheduler.add_loss(self.num_steps_done, loss)
+        """Pass the loss of an evaluation after the last step to the scheduler."""
+        self._scheduler.add_loss(self.num_steps_done, loss)
 
     def update_average(self, *, is_used: bool = True) -> None:
         """Update the averaged weights with the parameters of the last step, if this has not been done."""
-        if self.average is not None and (self.average.is_due if self.average.follows else is_used):
-            if isinstance(self.optimizer, ZeroRedundancyOptimizer):
+        if self.average is not None and (self.average.follows or is_used):
+            is_read = self.average.is_due or not self.average.follows
+            if is_read and isinstance(self.optimizer, ZeroRedundancyOptimizer):
                 self.optimizer.wait()
             self.average.update()
 
@@ -897,14 +901,20 @@ class Trainer:
         return {
             **({} if average is None or not average.values else {"ema": average.state_dict()}),
             **({} if compressed is None else {"compression": model_state.compression_state(compressed)}),
+            # Layers that callbacks have frozen or unfrozen: a resumed run, or another rank, does not call them again.
+            "trained": {
+                name: parameter.requires_grad
+                for name, parameter in self._model.named_parameters()
+                if parameter.requires_grad != (name in self._began_trained)
+            },
             "run": self._identity(),
             "plan": self._planned(),
             "machine": reproducible.describe_machine(self.device),
             "num_steps_done": self.num_steps_done,
             "num_updates": self._num_updates,
+            **self._scheduler.state_dict(),
             **model_state.local_state_dict(self._model, optimizer),
             "scaler": None if self.scaler is None else asdict(self.scaler),
-            "scheduler": None if self._scheduler is None else [self._scheduler.num_done, self._scheduler.losses],
             "stream": self.batches.state(),
         }
 
@@ -936,17 +946,16 @@ class Trainer:
             ) from error
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler = step_parts.GradScaler(**state["scaler"])
-        before = state.get("plan", {})
+        self._switch(state.get("trained", {}))
+        before, planned = state.get("plan", {}), self._planned()
         self.changes = [
             f"{name} from {before[name]} to {value}"
-            for name, value in self._planned().items()
+            for name, value in planned.items()
             if before.get(name, value) != value
         ]
         self.num_steps_done = state["num_steps_done"]
         self._num_updates = state["num_updates"]
-        if self._scheduler is not None:
-            # If the run began with another schedule, this one has its place from the next update on.
-            self._scheduler.restart(*(state.get("scheduler") or (self._num_updates, {})))
+        self._scheduler.load_state_dict(state, keeps_rates=before.get("learning rate") == planned["learning rate"])
         self.batches.seek(self.num_steps_done, state.get("stream"))
         now = reproducible.describe_machine(self.device)
         if self.settings.reproducible is not None and state["machine"] != now:

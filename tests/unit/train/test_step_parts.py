@@ -8,7 +8,7 @@ from torch import nn
 
 from lockstep.errors import ConfigurationError
 from lockstep.train.settings import Settings
-from lockstep.train.step_parts import GradScaler, LearningRate, LossModule, Objective, batch_scale, set_rates
+from lockstep.train.step_parts import GradScaler, LearningRate, LossModule, Objective, Rates, batch_scale
 from lockstep.train.task import Loss
 from lockstep.train.trainer import Trainer
 from tests.training import make_task, mean_loss, relative_error, token_loss, train, whole_batch
@@ -56,12 +56,22 @@ def test_every_group_keeps_its_own_base_rate_and_a_rate_that_is_a_tensor_stays_o
     first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
     rate = torch.tensor(0.5)
     optimizer = torch.optim.SGD([{"params": [first], "lr": 0.1}, {"params": [second], "lr": rate}])
-    base = [float(group["lr"]) for group in optimizer.param_groups]
-    assert base == [0.1, 0.5]
-    set_rates(optimizer, base, 0.5)
+    rates = Rates(LearningRate(1.0, 2, 4, "constant"), optimizer)
+    rates.advance(0)
     assert optimizer.param_groups[0]["lr"] == 0.05
     assert optimizer.param_groups[1]["lr"] is rate
     assert rate == 0.25
+    rate.mul_(0.1)  # as a callback may
+    optimizer.param_groups[0]["lr"] = 0.04
+    for _ in range(2):
+        rates.advance(1)
+        assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([0.08, 0.05])
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    with pytest.raises(ConfigurationError) as error:
+        rates.advance(2)
+    assert str(error.value) == (
+        "The optimizer has 3 param groups, but had 2 when the training began.\nMake all of them in Task.optimizer."
+    )
 
 
 # The loss of a micro-batch, and that of none.
