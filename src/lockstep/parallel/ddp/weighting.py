@@ -154,8 +154,8 @@ def some_have_new(sums: Sequence[float]) -> bool:
     if new and any(0 < state < 8 for state in states):
         raise ConfigurationError(
             f"Parameters that were frozen are trained now on rank{'s' * (len(new) > 1)} {', '.join(new)}, but not on "
-            "the others.\nSet requires_grad alike on all ranks, before the same step: not by rank, nor by what one rank "
-            "has measured."
+            "the others.\nSet requires_grad alike on all ranks, before the same step: not by rank, nor by what one "
+            "rank has measured."
         )
     return bool(new)
 
@@ -417,8 +417,9 @@ class Weights:
     In the number of two ranks, rank r adds its state times 16**(r mod 2): 1 if it gave no weight for some of its
     micro-batches, plus 6, 4 or 2 if its optimizer stepped more than once, once, or not at all since the last reduction,
     see [Note: updates] in updates.py, plus 8 if it has new parameters, see [Note: unfrozen parameters] in buckets.py.
-    Sums below 2**8 are exact in every dtype, including bfloat16, so they identify the ranks. A rank without data (in ``join()``) sends zeros: it neither gave a weight nor omitted
-    one, and its step is not known. For the third number see [Note: parameters without a gradient] in reducer.py.
+    Sums below 2**8 are exact in every dtype, including bfloat16, so they identify the ranks. A rank without data (in
+    ``join()``) sends zeros: it neither gave a weight nor omitted one, and its step is not known. For the third number
+    see [Note: parameters without a gradient] in reducer.py.
 
     The digest says which global batches a rank has trained on, see shares.py, and in some steps what its replica is,
     see replicas.py; 0 if neither is known. Rank r adds 8 bits of it to the number r, and subtracts them from the number
