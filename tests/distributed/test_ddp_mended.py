@@ -110,7 +110,7 @@ def test_a_replaced_parameter_is_an_error_at_the_next_forward(ranks, what):
     assert all(isinstance(error, lockstep.errors.LockstepError) for error in errors)
     assert {str(error) for error in errors} == {
         "Parameter 1.weight was not in the model when it was wrapped: its gradient would not be averaged over the "
-        "ranks.\nReplace or unfreeze before wrapping, or wrap again: "
+        "ranks.\nReplace before wrapping, or wrap again: "
         "model = DistributedDataParallel(model.module)."
     }
 

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+from functools import partial
 
 import pytest
 import torch
@@ -540,3 +541,46 @@ def test_what_a_callback_logs_is_in_the_record_its_report_and_the_sinks(ranks, t
 def test_the_live_view_shows_what_was_logged():
     assert "half 2.5" in live_view.line(Snapshot(step=5, loss=1.0, logged={"half": 2.5}))
     assert figures.scalars(Snapshot(logged={"a b": 2.0}))["log/a_b"] == 2.0
+
+
+class Unfreezes:
+    """Trains the first layer from step 3 on, apart from step 5."""
+
+    def on_step_end(self, run):
+        next(run.model.children()).requires_grad_(run.step >= 3 and run.step != 5)
+
+    on_start = on_step_end
+
+
+def frozen():
+    model = network().double()
+    next(model.children()).requires_grad_(False)
+    return model
+
+
+UNFREEZING = make_task(
+    model=frozen, optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=0.1), callbacks=[Unfreezes()]
+)
+
+
+def unfreeze(world, strategy, folder, steps, **settings):
+    result = lockstep.fit(
+        UNFREEZING, strategy=strategy, quiet=True, clip=0.05, steps=steps, checkpoint=folder, **settings
+    )
+    return torch.cat([tensor.reshape(-1) for _, tensor in sorted(result.model.state_dict().items())])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings"),
+    [("ddp", {"accumulate": 2}), ("ddp-zero1", {}), ("fsdp", {}), ("ddp", {"reproducible": 4})],
+)
+def test_layers_that_a_callback_unfreezes_train_as_on_one_device_also_after_a_resume(
+    ranks, tmp_path, strategy, settings
+):
+    (expected,) = ranks(1)(unfreeze, "single", str(tmp_path / "one"), 8)
+    ranks(2)(partial(unfreeze, **settings), strategy, str(tmp_path / "many"), 5)
+    resumed = partial(unfreeze, **settings)
+    outcomes = ranks(3)(resumed, strategy.replace("fsdp", "ddp"), str(tmp_path / "many"), 8)
+    assert all(relative_error(weights, expected) < 1e-12 for weights in outcomes)
+    start = torch.cat([tensor.reshape(-1) for _, tensor in sorted(frozen().state_dict().items())])
+    assert bool((start != expected).all())

@@ -640,10 +640,13 @@ class CompressedMean(BucketReduction):
         Raises:
             ConfigurationError: The states belong to another model.
         """
-        residuals = self.state_dict()["residuals"]
+        residuals, frozen = self.state_dict()["residuals"], self._bucket_set.frozen
         for state in states:
-            for name, tensor in state["residuals"].items():
-                if residuals and (name not in residuals or residuals[name].shape != tensor.shape):
+            for name, tensor in state["residuals"].items() if residuals else ():
+                like = residuals.get(name, frozen.get(name))
+                if like is not None and name not in residuals:  # it may be unfrozen again
+                    residuals[name] = self._residuals[name] = torch.zeros(like.shape, device="cpu")
+                if like is None or like.shape != tensor.shape:
                     raise ConfigurationError(
                         f"The state of compression has a residual of {name}, {list(tensor.shape)}, which the model "
                         "lacks.\nLoad the state of the same model, or pass none to start without residuals."

@@ -2,7 +2,7 @@
 
 import ctypes
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from typing import Any, NoReturn
@@ -32,10 +32,18 @@ class FlatGradients:
     """
 
     def __init__(self, reducer: Reducer, parameters: Iterable[nn.Parameter]) -> None:
-        self._reducer = reducer
-        bucketed = set(map(id, reducer.bucket_set.parameters))
-        self._outside = [parameter for parameter in parameters if id(parameter) not in bucketed]
+        self._reducer, self._parameters = reducer, list(parameters)
+        self._outside_of: tuple[Sequence[Bucket], list[nn.Parameter]] = (), []
         self._norms: dict[Bucket, Tensor] = {}
+
+    @property
+    def _outside(self) -> list[nn.Parameter]:
+        """The parameters that are in no bucket."""
+        bucket_set = self._reducer.bucket_set
+        if self._outside_of[0] is not bucket_set.buckets:
+            outside = [parameter for parameter in self._parameters if id(parameter) not in bucket_set.index_of]
+            self._outside_of = bucket_set.buckets, outside
+        return self._outside_of[1]
 
     def expect_norm(self) -> None:
         """Compute the Euclidean norm of each bucket once it is reduced, while others are sent; for the next `norm`.

@@ -3,7 +3,7 @@
 import operator
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from functools import partial
 from itertools import compress, repeat
 from typing import Any, NamedTuple, cast, final
@@ -533,10 +533,19 @@ Bucket = DenseBucket | SparseBucket
 
 
 class BucketSet:
-    """All buckets of a model: first in reverse order of registration, then rebuilt once in the observed order.
+    """All buckets of a model: first in reverse order of registration, then rebuilt in the observed order.
+
+    [Note: unfrozen parameters]
+    Buckets hold the parameters that were trained at some time since the model was wrapped. One that is frozen stays, as
+    one without a gradient: models of GANs freeze and unfreeze in each step. One that is unfrozen is found by the next
+    forward (`WrappedParameters`), and from then on is a *new* parameter, the last ones of ``parameters``, with a hook,
+    but in no bucket. This is not collective: only the weight messages say that a rank has new parameters. When the
+    buckets of a step are finished, all ranks know it; they compare the names, and reduce these gradients in further
+    buckets (`Reducer._add_new`), which stay the last ones: a backbone that is unfrozen has its gradients last. The
+    other buckets do not change, since hooks of scripts, residuals and sharded optimizers have state for each.
 
     Args:
-        parameters: All parameters to reduce, by name, each once; the same order, shapes and dtypes on every rank.
+        parameters: All parameters of the model, by name, each once; the same order, shapes and dtypes on every rank.
         sparse: Those among them that receive sparse gradients.
         caps_bytes: See :func:`plan_buckets`.
         keep_held_gradients: See [Note: held gradients].
@@ -544,12 +553,15 @@ class BucketSet:
         num_slices: See [Note: layout of a bucket].
 
     Attributes:
-        parameters, names: By the index that a bucket uses.
+        parameters, names: Of the trained ones, by the index that a bucket uses; the new ones come last. They, and
+            ``index_of``, stay the same objects.
+        num_planned: The number of those in buckets.
+        frozen: The others, by name.
         index_of: This index, by the parameter's id.
         device: A device whose tensors the ranks can exchange.
         buckets: In the order in which they are launched, the same on every rank. A new list when they are rebuilt.
         position_of: By parameter, the position of its bucket.
-        on_rebuilt: Called with new buckets when the ranks have created them, on all ranks in the same order.
+        on_rebuilt: Called with the new buckets when the ranks have created them, on all ranks in the same order.
         is_rebuilt: Whether the order is the observed one.
         is_uneven: Whether ranks observed different arrivals.
     """
@@ -564,23 +576,64 @@ class BucketSet:
         message: Sequence[float],
         num_slices: int = 1,
     ) -> None:
-        self.parameters, self.names = list(parameters.values()), list(parameters)
-        self.index_of = {id(parameter): index for index, parameter in enumerate(self.parameters)}
+        self.parameters: list[torch.nn.Parameter] = []
+        self.names: list[str] = []
+        self.index_of: dict[int, int] = {}
+        self._all, self._sparse = dict(parameters), sparse
         self.is_rebuilt = self.is_uneven = False
         self.on_rebuilt: list[Callable[[Sequence[Bucket]], None]] = []
         self._caps_bytes = tuple(caps_bytes)
         self._new_dense = partial(
             DenseBucket, keep_held_gradients=keep_held_gradients, message=tuple(message), num_slices=num_slices
         )
-        self._specs = [
-            ParameterSpec(parameter.numel(), parameter.dtype, parameter.device, sparse=parameter in sparse)
-            for parameter in self.parameters
-        ]
-        # A copy of a model that was frozen in the meantime has no parameters.
-        self.device = self._specs[0].device if self._specs else torch.device("cpu")
-        self._default_order = tuple(reversed(range(len(self.parameters))))
+        self.device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
+        self.number_anew([name for name, parameter in parameters.items() if parameter.requires_grad])
         # Without the group: a copy of the model may be created on one rank alone.
         self._install(self._default_order, None)
+
+    @property
+    def _default_order(self) -> range:
+        return range(len(self.parameters))[::-1]
+
+    @property
+    def new_names(self) -> list[str]:
+        """The names of the new parameters; see [Note: unfrozen parameters]."""
+        return self.names[self.num_planned :]
+
+    def number_anew(self, names: Collection[str]) -> None:
+        """Hold the parameters with these names, in the order of the model. Buckets must be built next."""
+        self.frozen, self.position_of = dict(self._all), dict[int, int]()
+        self._specs: list[ParameterSpec] = []
+        for values in (self.parameters, self.names, self.index_of):
+            values.clear()
+        self.append(filter(names.__contains__, self._all))
+
+    def append(self, names: Iterable[str]) -> None:
+        """Hold these parameters, too, in no bucket for now. Not collective."""
+        for name in names:
+            parameter = self.frozen.pop(name)
+            self.index_of[id(parameter)] = len(self.parameters)
+            self.position_of[len(self.parameters)] = sys.maxsize
+            self.parameters.append(parameter)
+            self.names.append(name)
+            is_sparse = parameter in self._sparse
+            self._specs.append(ParameterSpec(parameter.numel(), parameter.dtype, parameter.device, sparse=is_sparse))
+
+    def add_new(self, repeated: Iterable[int], *, group: Group) -> list[Bucket]:
+        """Create buckets for the new parameters, and return them. Collective: every rank. Blocks until complete.
+
+        Args:
+            repeated: Those that received several gradients in this backward, on any rank.
+            group: The ranks that take part.
+        """
+        for index in repeated:
+            self._specs[index] = self._specs[index]._replace(deferred=True)
+        order = self._default_order[: len(self.parameters) - self.num_planned]
+        new = self._make(plan_buckets(self._specs, order, self._caps_bytes), group)
+        self._place([*self.buckets, *new])
+        for callback in self.on_rebuilt:
+            callback(new)
+        return new
 
     def rebuild(self, ready_order: Sequence[int], *, group: Group) -> None:
         """Rebuild the buckets from the arrivals in the first step. Collective: every rank. Blocks until complete.
@@ -590,19 +643,27 @@ class BucketSet:
             group: The ranks that take part.
         """
         arrivals = all_gather_different(list(ready_order), group=group, device=self.device)
-        self.use_plan(merge_arrivals(arrivals, self._default_order), group=group)
+        self._use(*merge_arrivals(arrivals, self._default_order), group)
 
     @property
     def agreed_plan(self) -> list[Any] | None:
-        """The order of parameters, those that arrive twice, and `is_uneven`; None before `rebuild`."""
+        """The names of parameters in order, those that arrive twice, and `is_uneven`; None before `rebuild`."""
         if not self.is_rebuilt:
             return None
-        order = [index for bucket in self.buckets for index in bucket.spec.parameters]
-        return [order, [index for index, spec in enumerate(self._specs) if spec.deferred], self.is_uneven]
+        order = [name for bucket in self.buckets for name in bucket.names]
+        repeated = [name for name, spec in zip(self.names, self._specs, strict=True) if spec.deferred]
+        return [order, repeated, self.is_uneven]
 
-    def use_plan(self, plan: Sequence[Any], *, group: Group) -> None:
-        """Build the buckets as all ranks have agreed. Collective: every rank. Blocks until complete."""
-        order, repeated, self.is_uneven = plan
+    def use_plan(self, plan: Sequence[Any] | None, *, group: Group) -> None:
+        """Build the buckets by an `agreed_plan`. Collective: every rank. Blocks until complete."""
+        if plan is None:
+            return self._install(self._default_order, None)
+        place = {name: index for index, name in enumerate(self.names)}
+        order, repeated = ([place[name] for name in names if name in place] for names in plan[:2])
+        self._use([*dict.fromkeys([*order, *self._default_order])], frozenset(repeated), plan[2], group)
+
+    def _use(self, order: Sequence[int], repeated: Set[int], is_uneven: bool, group: Group) -> None:
+        self.is_uneven = is_uneven
         self._specs = [spec._replace(deferred=index in repeated) for index, spec in enumerate(self._specs)]
         self._install(order, group)
         for bucket in self.buckets:
@@ -613,7 +674,10 @@ class BucketSet:
 
     def scratch(self) -> list[Bucket]:
         """Return buckets like these that hold zeros; not collective."""
-        return self._make([bucket.spec for bucket in self.buckets], None)
+        made = self._make([bucket.spec for bucket in self.buckets], None)
+        for copy, bucket in zip(made, self.buckets, strict=True):
+            copy.position, copy.is_last = bucket.position, bucket.is_last
+        return made
 
     def accumulates(self, functions: Any) -> bool:
         """Return whether the running backward may add to a gradient of these parameters: ``autograd.grad`` does not.
@@ -637,18 +701,17 @@ class BucketSet:
         return True  # this rank's part of the model has no parameters, but other ranks' may have some
 
     def _install(self, order: Sequence[int], group: Group | None) -> None:
-        self.buckets = self._make(plan_buckets(self._specs, order, self._caps_bytes), group)
-        self.position_of = [0] * len(self.parameters)
-        for bucket in self.buckets:
-            for index in bucket.spec.parameters:
-                self.position_of[index] = bucket.position
+        self._place(self._make(plan_buckets(self._specs, order, self._caps_bytes), group))
+
+    def _place(self, buckets: list[Bucket]) -> None:
+        self.buckets, self.num_planned = buckets, len(self.parameters)
+        for position, bucket in enumerate(buckets):
+            bucket.position, bucket.is_last = position, position == len(buckets) - 1
+        self.position_of = {index: bucket.position for bucket in buckets for index in bucket.spec.parameters}
 
     def _make(self, specs: Sequence[BucketSpec], group: Group | None) -> list[Bucket]:
         kinds = SparseBucket, partial(self._new_dense, group=group)
-        buckets: list[Bucket] = [kinds[not spec.sparse](spec, self.parameters, self.names) for spec in specs]
-        for position, bucket in enumerate(buckets):
-            bucket.position, bucket.is_last = position, position == len(buckets) - 1
-        return buckets
+        return [kinds[not spec.sparse](spec, self.parameters, self.names) for spec in specs]
 
 
 # --- parameters that came later, and are in no bucket ---
@@ -657,33 +720,40 @@ requires_grad = operator.attrgetter("requires_grad")
 
 
 class WrappedParameters:
-    """Detects parameters whose gradients would not be averaged: those added or unfrozen after wrapping.
+    """Detects trained parameters that are in no bucket: those added, replaced or unfrozen after wrapping.
 
     Args:
         module: The model.
         ignore: Names of parameters that are not reduced.
+        bucket_set: The buckets.
     """
 
-    def __init__(self, module: torch.nn.Module, ignore: set[str]) -> None:
-        self._module, self._ignore = module, ignore
+    def __init__(self, module: torch.nn.Module, ignore: set[str], bucket_set: BucketSet) -> None:
+        self._module, self._ignore, self._bucket_set = module, ignore, bucket_set
         self._known = set(module.parameters())
-        named = module.named_parameters()
-        self._frozen = {parameter for name, parameter in named if not parameter.requires_grad and name not in ignore}
         self._registered = Registered(module, torch_internals.own_parameters)
 
-    def check(self, module: torch.nn.Module) -> None:
-        """Raise LockstepError if ``module``, the present one, has a trainable parameter that is in no bucket."""
-        is_same = module is self._module and not self._registered.have_changed()
-        if is_same and not any(map(requires_grad, self._frozen)):
-            return
-        for name, parameter in module.named_parameters():
-            # torch.func.functional_call temporarily puts plain tensors there, which must not be averaged.
-            if name in self._ignore or not isinstance(parameter, torch.nn.Parameter) or not parameter.requires_grad:
-                continue
-            if parameter in self._frozen or parameter not in self._known:
-                fate = "is trained now, but was frozen" if parameter in self._frozen else "was not in the model"
-                raise LockstepError(
-                    f"Parameter {name} {fate} when it was wrapped: its gradient would not be averaged over the ranks.\n"
-                    "Replace or unfreeze before wrapping, or wrap again: model = DistributedDataParallel(model.module)."
-                )
-        self._module, self._registered = module, Registered(module, torch_internals.own_parameters)
+    def find_unfrozen(self, module: torch.nn.Module) -> list[str]:
+        """Return the names of parameters that were frozen until now.
+
+        Args:
+            module: The model as it is now.
+
+        Raises:
+            LockstepError: A trained parameter was not in the model when it was wrapped.
+        """
+        frozen = self._bucket_set.frozen
+        if module is not self._module or self._registered.have_changed():
+            for name, parameter in module.named_parameters():
+                # torch.func.functional_call temporarily puts plain tensors there, which must not be averaged.
+                is_one = isinstance(parameter, torch.nn.Parameter) and parameter.requires_grad
+                if is_one and name not in self._ignore and parameter not in self._known:
+                    raise LockstepError(
+                        f"Parameter {name} was not in the model when it was wrapped: its gradient would not be "
+                        "averaged over the ranks.\nReplace before wrapping, or wrap again: "
+                        "model = DistributedDataParallel(model.module)."
+                    )
+            self._module, self._registered = module, Registered(module, torch_internals.own_parameters)
+        if not any(map(requires_grad, frozen.values())):
+            return []
+        return [name for name, parameter in frozen.items() if parameter.requires_grad]

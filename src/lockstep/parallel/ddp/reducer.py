@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +20,7 @@ from torch.optim import Optimizer
 
 from lockstep import activity
 from lockstep.accelerator import is_capturing
-from lockstep.comm.collectives import Group, all_reduce, cpu_group, in_backward_hooks, is_native
+from lockstep.comm.collectives import Group, all_gather_object, all_reduce, cpu_group, in_backward_hooks, is_native
 from lockstep.comm.network import wait_for_call
 from lockstep.containers import hook_tensors
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError, is_of_signal_handler, tells_of_others
@@ -226,10 +227,7 @@ class Reducer:
         self._may_hook = True
         self._launches_last_early = False
         self._sharers: weakref.WeakSet[Reducer] = weakref.WeakSet()  # reducers of some of the same parameters
-        for other in _reducers:
-            if not bucket_set.index_of.keys().isdisjoint(other.bucket_set.index_of):
-                self._sharers.add(other)
-                other._sharers.add(self)
+        self._find_sharers()
         _reducers.add(self)
         # A single rank has nothing to reduce, but a process group written in Python may need to see the gradients.
         if not self.is_alone or not is_native(group):
@@ -263,12 +261,44 @@ class Reducer:
         """Forget a weight that no backward has used; return whether there was one."""
         return self.weights.window is not None and self.weights.window.discard_weight()
 
+    def add_parameters(self, names: Sequence[str]) -> None:
+        """Average the gradients of these parameters, too; see [Note: unfrozen parameters]."""
+        if is_capturing(self.bucket_set.device):
+            raise ConfigurationError(
+                f"Parameter {names[0]} was unfrozen before a step that is captured in a CUDA graph.\n"
+                "Run a step without capture after requires_grad_(True), and capture then."
+            )
+        if self.is_alone and not self._hooks:  # nothing is reduced
+            return self.use_parameters({*self.bucket_set.names, *names}, None)
+        self.bucket_set.append(names)
+        self._hook_parameters()
+        self._optimizers_in_backward = None
+        self._find_sharers()
+        self.weights.has_new = True
+
+    def use_parameters(self, names: Collection[str], plan: Sequence[Any] | None) -> None:
+        """Average the gradients of these parameters from now on, in the order of a plan. Collective with a plan."""
+        was_hooked = bool(self._hooks)
+        _remove(self._hooks)
+        self._hook_dicts, self._watched, self.weights.has_new = [], set(), False
+        self.bucket_set.number_anew(names)
+        self.bucket_set.use_plan(plan, group=self._group)
+        self._find_sharers()
+        if was_hooked:
+            self._hook_parameters()
+
+    def _find_sharers(self) -> None:
+        for other in live_reducers():
+            if other is not self and not self.bucket_set.index_of.keys().isdisjoint(other.bucket_set.index_of):
+                self._sharers.add(other)
+                other._sharers.add(self)
+
     def _hook_parameters(self) -> None:
         """Put a hook on each parameter."""
-        if not self._hooks and self._may_hook:
+        if len(self._hooks) < len(self.bucket_set.parameters) and self._may_hook:
             # Hooks live as long as their parameter, so they hold the reducer weakly: an unused wrapper is freed with
             # its buckets, and the model does not keep it.
-            for parameter in self.bucket_set.parameters:
+            for parameter in self.bucket_set.parameters[len(self._hooks) :]:
                 requires_grad = parameter.requires_grad
                 parameter.requires_grad_(True)  # hooks require this, and the parameter may be frozen for a while
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._inbox.append))
@@ -619,14 +649,18 @@ class Reducer:
             for bucket in self.bucket_set.buckets[step.num_launched :]:
                 self._launch(step, bucket, alone=bucket.is_last)
             self._finish_all(step, message)
+            has_new = self.weights.agree_on_new()
+            if has_new:
+                self._add_new(step, message)
             # Optimizers from `_apply_optimizer_in_backward` step now, and leave no gradients, as in torch.
             for parameter in self._optimizers_in_backward or ():
                 for optimizer in in_backward_optimizers(parameter):
                     optimizer.step()
                 parameter.grad = None
             # Now that gradients are settled, new buckets can adopt them.
-            if not self.bucket_set.is_rebuilt:
-                self.bucket_set.rebuild(step.arrived, group=self._group)
+            if not self.bucket_set.is_rebuilt or has_new:
+                if not self.bucket_set.is_rebuilt:
+                    self.bucket_set.rebuild(step.arrived, group=self._group)
                 if step.is_opened_by_output and self.weights.window is None:
                     self._watch_last(step.arrived)
             if any(map(_missing_in, step.in_flight)):
@@ -668,7 +702,7 @@ class Reducer:
         self.weights.lacks_gradients = lacks and device.type != "cpu"
         if lacks and is_capturing(device):
             self._refuse_capture(step)
-        if not step.in_flight:
+        if not step.in_flight and not self.weights.has_new:
             return
         unfinished = step.in_flight[step.num_finished :]
         if self._finishes_one_by_one:
@@ -679,6 +713,51 @@ class Reducer:
         if num_users is None and counts is not None and lacks:
             num_users = counts.tolist()
         self._finish(step, unfinished, factor, num_users)
+
+    def _add_new(self, step: Step | None, message: Sequence[float]) -> None:
+        """Add buckets for new parameters, and reduce their gradients; see [Note: unfrozen parameters].
+
+        Collective: every rank. Blocks.
+
+        Args:
+            step: The step, whose other gradients are reduced; None: this rank has no data.
+            message: This rank's weight message.
+
+        Raises:
+            ConfigurationError: On every rank: other parameters are new on other ranks.
+        """
+        buckets, device = self.bucket_set, self.bucket_set.device
+        twice = [buckets.names[index] for index, count in Counter(step.arrived if step else ()).items() if count > 1]
+        own = None if step is None else [buckets.new_names, twice]
+        rows = [row for row in all_gather_object(own, group=self._group, device=device) if row is not None]
+        names = rows[0][0]
+        for others, _ in rows:
+            if others != names:
+                first = next((name for name in [*names, *others] if (name in names) != (name in others)), names[0])
+                raise ConfigurationError(
+                    f"Parameter {first} was frozen, and is trained now, but not on all ranks since the same forward.\n"
+                    "Set requires_grad alike on all ranks, before the same step."
+                )
+        buckets.append(name for name in names if name in buckets.frozen)  # without data
+        self._hook_parameters()
+        repeated = set(chain.from_iterable(twice for _, twice in rows)).intersection(names)
+        new = buckets.add_new(map(buckets.names.index, repeated), group=self._group)
+        self.weights.has_new = False
+        for bucket in new:
+            if step is not None:
+                self._launch(step, bucket)
+            else:
+                bucket.future = self._wait_in(partial(self.reduction.start, bucket, alone=False), bucket)
+        num_users = None
+        if not self.reduction.sums_payloads:
+            for bucket in new:
+                self._wait_for(bucket)
+            num_users = self.reduction.count_users(self._used_flags(), message, device)[0].tolist()
+        if step is not None:
+            new = step.in_flight[step.num_finished :]
+            self._finish(step, new, num_users=num_users)
+        for bucket in new:
+            self._wait_for(bucket)
 
     def _refuse_capture(self, step: Step) -> NoReturn:
         """Raise an error: in a CUDA graph, which replays the same work, no host can decide about missing gradients."""
@@ -779,7 +858,7 @@ class Reducer:
         return self.weights.correction(carrier, messages, message), counts
 
     def _used_flags(self) -> list[bool]:
-        return [index in self._used for index in range(len(self.bucket_set.parameters))]
+        return [index in self._used for index in range(self.bucket_set.num_planned)]
 
     def _exchange_used(self) -> list[int] | None:
         """Return by parameter whether any rank used it; None in a capture. Called if some rank lacked gradients before.
@@ -822,6 +901,8 @@ class Reducer:
         self._correction(buckets, self.weights.carrier(buckets), message)
         for bucket in buckets:
             self._wait_for(bucket)
+        if self.weights.agree_on_new(has_data=False):
+            self._add_new(None, message)
         if not self.bucket_set.is_rebuilt:
             self.bucket_set.rebuild([], group=self._group)
         self._used, self.weights.num_updates = used, None

@@ -162,12 +162,12 @@ def sparse_parameters(module: nn.Module, group: Group, device: torch.device) -> 
     """Return the weights of embeddings that produce sparse gradients.
 
     Raises:
-        ConfigurationError: There are some, and ``group`` cannot sum them on ``device``.
+        ConfigurationError: Some are trained, and ``group`` cannot sum them on ``device``.
     """
     sparse: set[torch.Tensor] = set()
     for name, layer in module.named_modules():
-        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse and layer.weight.requires_grad:
-            if not sums_sparse_tensors(group, device):
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
+            if layer.weight.requires_grad and not sums_sparse_tensors(group, device):
                 backend = backend_name(group)
                 raise ConfigurationError(
                     f"{name} is an embedding with sparse=True, but {backend} cannot sum sparse gradients.\n"

@@ -55,6 +55,7 @@ def encode_message(
     lacks_gradients: bool = False,
     num_updates: int | None = None,
     digest: int = 0,
+    has_new: bool = False,
 ) -> tuple[float, ...]:
     """Return the message that a rank sends at the end of a step; see [Note: weight messages].
 
@@ -67,10 +68,11 @@ def encode_message(
         lacks_gradients: Whether parameters had no gradient.
         num_updates: How many times its optimizer has stepped since the last reduction; None: not known.
         digest: 16 bits of what it has trained on.
+        has_new: Whether it has new parameters, see [Note: unfrozen parameters] in buckets.py.
     """
     updates = 0 if num_updates is None else 1 + min(num_updates, 2)
     ranks = [0.0] * -(-world_size // 2)
-    ranks[rank // 2] = float((is_missing + 2 * updates) * 16 ** (rank % 2))
+    ranks[rank // 2] = float((is_missing + 2 * updates + 8 * has_new) * 16 ** (rank % 2))
     differences = [0.0] * 2 * world_size
     for start, bits in ((0, digest & 255), (world_size, digest >> 8 & 255)):
         differences[start + rank] += bits
@@ -124,7 +126,7 @@ def refuse_apart(sums: Sequence[float]) -> None:
     Raises:
         ConfigurationError: Since the last reduction, the optimizers of the ranks have stepped unequally often.
     """
-    updates = [state >> 1 for state in _decode_ranks(sums)]
+    updates = [state >> 1 & 3 for state in _decode_ranks(sums)]
     if len({*updates} - {0}) > 1:  # 0: not known
         ranks = grouped(range(len(updates)), updates.__getitem__)
         ranks.pop(0, None)
@@ -136,6 +138,26 @@ def refuse_apart(sums: Sequence[float]) -> None:
             "needs both on every rank, the backward from a loss that depends on the output of the model: for a batch "
             "without a target, output.sum() * 0."
         )
+
+
+def some_have_new(sums: Sequence[float]) -> bool:
+    """Return whether ranks have new parameters: all, apart from ranks without data.
+
+    Args:
+        sums: Of all ranks' messages.
+
+    Raises:
+        ConfigurationError: Only some have; names them.
+    """
+    states = _decode_ranks(sums)
+    new = [str(rank) for rank, state in enumerate(states) if state & 8]
+    if new and any(0 < state < 8 for state in states):
+        raise ConfigurationError(
+            f"Parameters that were frozen are trained now on rank{'s' * (len(new) > 1)} {', '.join(new)}, but not on "
+            "the others.\nSet requires_grad alike on all ranks, before the same step: not by rank, nor by what one "
+            "rank has measured."
+        )
+    return bool(new)
 
 
 def refuse_missing(sums: Sequence[float]) -> None:
@@ -394,9 +416,10 @@ class Weights:
 
     In the number of two ranks, rank r adds its state times 16**(r mod 2): 1 if it gave no weight for some of its
     micro-batches, plus 6, 4 or 2 if its optimizer stepped more than once, once, or not at all since the last reduction,
-    see [Note: updates] in updates.py. Sums below 2**8 are exact in every dtype, including bfloat16,
-    so they identify the ranks. A rank without data (in ``join()``) sends zeros: it neither gave a weight nor omitted
-    one, and its step is not known. For the third number see [Note: parameters without a gradient] in reducer.py.
+    see [Note: updates] in updates.py, plus 8 if it has new parameters, see [Note: unfrozen parameters] in buckets.py.
+    Sums below 2**8 are exact in every dtype, including bfloat16, so they identify the ranks. A rank without data (in
+    ``join()``) sends zeros: it neither gave a weight nor omitted one, and its step is not known. For the third number
+    see [Note: parameters without a gradient] in reducer.py.
 
     The digest says which global batches a rank has trained on, see shares.py, and in some steps what its replica is,
     see replicas.py; 0 if neither is known. Rank r adds 8 bits of it to the number r, and subtracts them from the number
@@ -431,6 +454,7 @@ class Weights:
         num_updates: How many times the optimizer has stepped since the last reduction; None: not known.
         parts: Of the batches that this rank has used since the last reduction.
         digest: Of its replica, see replicas.py; 0 if it is not compared in this step.
+        has_new: Whether this rank has new parameters, see [Note: unfrozen parameters].
         refuse_replicas: Raises an error if replicas differ, or returns that they may. Collective: every rank.
         encode: Returns a message of this rank; without arguments that of a rank without data.
     """
@@ -448,6 +472,7 @@ class Weights:
         self._typical = 1.0
         self.parts: set[BatchPart] = set()
         self.digest = 0
+        self.has_new = self._some_have_new = False
         self.refuse_replicas: Callable[[], bool] = bool
         # On a device: the sums of messages, being copied to the host, and the batches of their steps.
         self._unread: deque[tuple[HostCopy, str]] = deque()
@@ -472,7 +497,7 @@ class Weights:
         window, is_captured = self.window, is_capturing(self.device)
         digest = sum(part.digest for part in self.parts) + self.digest & 0xFFFF
         state: dict[str, Any] = {"lacks_gradients": self.lacks_gradients, "num_updates": self.num_updates}
-        state["digest"] = digest
+        state |= {"digest": digest, "has_new": self.has_new}
         if is_captured:
             state = {"num_updates": USUAL_UPDATES}
         if window is None:
@@ -574,6 +599,21 @@ class Weights:
             sums, name = self._unread.popleft()
             self._conclude(sums.value if sums.has_arrived() else sums.read(), name)
 
+    def agree_on_new(self, *, has_data: bool = True) -> bool:
+        """Return whether the ranks have new parameters; call it after `correction`. Blocks if this rank has some.
+
+        Raises:
+            ConfigurationError: On every rank: only some have. On a device by `check_last_step`.
+        """
+        if self._unread and (self.has_new or not has_data):
+            # Read in this step, unless some rank does not know it: then all read it at the same later forward.
+            states = _decode_ranks(self._unread[-1][0].read().tolist())
+            while self._unread and any(state & 8 for state in states) and not any(0 < state < 8 for state in states):
+                sums, name = self._unread.popleft()
+                self._conclude(sums.read(), name)
+        found, self._some_have_new = self._some_have_new, False
+        return found
+
     def _exchange(self, message: Sequence[float]) -> Tensor:
         """Return the sum of all messages. Collective: every rank. Blocks until complete; on a device its stream."""
         sums = upload(message, widest_dtype(self.device), self.device)
@@ -591,6 +631,7 @@ class Weights:
         if num_weighed:
             refuse_missing(sums)
         refuse_apart(sums)
+        self._some_have_new = some_have_new(sums)
         if any(sums[-2 * self._world_size :]):
             is_explained = self.refuse_replicas()  # all ranks come here, as all have the same sums
             data_name = self._data_name if data_name is None else data_name

@@ -90,7 +90,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         RuntimeError: No parameter requires a gradient.
         ValueError: Arguments contradict each other or the module's device.
         CollectiveError: From ``backward``: another rank ended or did not take part.
-        LockstepError: From ``forward``: a parameter was replaced or unfrozen after wrapping.
+        LockstepError: From ``forward``: a parameter was replaced after wrapping.
     """
 
     module: nn.Module
@@ -187,16 +187,15 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
             keep_freed_memory()  # otherwise the memory of activations returns to the system after each step
         group = self.process_group
         self._model_sync = setup.ModelSync(self.module, self.parameters_to_ignore, group, self.device)
-        self._wrapped_parameters = WrappedParameters(self.module, self.parameters_to_ignore)
-        parameters = self._model_sync.named_parameters().items()
         bucket_set = BucketSet(
-            {name: parameter for name, parameter in parameters if parameter.requires_grad},
+            self._model_sync.named_parameters(),
             sparse=setup.sparse_parameters(self.module, group, self.device),
             caps_bytes=self._bucket_caps_bytes,
             keep_held_gradients=not self.gradient_as_bucket_view,
             message=encode_message(group.rank(), group.size(), is_missing=True, num_updates=USUAL_UPDATES),
             num_slices=group.size(),
         )
+        self._wrapped_parameters = WrappedParameters(self.module, self.parameters_to_ignore, bucket_set)
         self.reducer = Reducer(bucket_set, group=group, skip_unused_buckets=self.skip_all_reduce_unused_params)
         self.reducer.replicas.every = self._check_every
         self.reducer.replicas.parameters = partial(_parameters_of, weakref.ref(self))
@@ -256,13 +255,16 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         self.zero_grad(set_to_none=True)
 
     def agreed_plan(self) -> Any:
-        """Return the order of the buckets, if the ranks have agreed on one."""
-        return self.reducer.bucket_set.agreed_plan
+        """Return the names of the trained parameters, and the order of the buckets, if the ranks have agreed on one."""
+        trained = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+        return [trained, self.reducer.bucket_set.agreed_plan]
 
     def use_plan(self, plan: Any) -> None:
-        """Use the order of the buckets of another rank. Collective: every rank. Blocks until complete."""
-        if plan is not None:
-            self.reducer.bucket_set.use_plan(plan, group=self.process_group)
+        """Train what another rank trains, with its order of buckets. Collective: every rank. Blocks until complete."""
+        trained, order = plan
+        for name, parameter in self.module.named_parameters():
+            parameter.requires_grad_(name in trained)
+        self.reducer.use_parameters(set(trained), order)
 
     def replica_state(self) -> dict[str, Any]:
         """Return the state that is the same on all ranks: residuals of compressed gradients differ."""
@@ -348,14 +350,19 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         trains = self.require_backward_grad_sync and torch.is_grad_enabled()
         if self._input_device is not None or is_watched or not trains:
             return False
-        self._wrapped_parameters.check(self.module)
+        self._add_unfrozen()
         return self.reducer.begin_alone()
+
+    def _add_unfrozen(self) -> None:
+        if unfrozen := self._wrapped_parameters.find_unfrozen(self.module):
+            setup.sparse_parameters(self.module, self.process_group, self.device)
+            self.reducer.add_parameters(unfrozen)
 
     @leave_all_uncompiled
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         is_training = torch.is_grad_enabled()
         if is_training:
-            self._wrapped_parameters.check(self.module)
+            self._add_unfrozen()
         # In this order, and the same in `_shadow_step`: ranks that have joined mirror each collective.
         self.reducer.begin_forward(will_sync=is_training and self.require_backward_grad_sync)
         is_in_join = torch_internals.join_config(self).enable

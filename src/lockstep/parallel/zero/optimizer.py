@@ -629,6 +629,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._buffers: list[FlatBuffer] = []
         self._laid_for: Sequence[Bucket] | None = None
         member_of = {id(parameter): (parameter, shard_range) for parameter, shard_range in members}
+        if self._reducer is not None and not self._reducer.bucket_set.index_of.keys() <= member_of.keys():
+            # Parameters were unfrozen that the script trains otherwise, or not yet.
+            self._slices.release_whole(self._reducer)
+            self._reducer = None
         if self._reducer is not None:  # then it is element-wise
             self._laid_for = self._reducer.bucket_set.buckets
             for bucket in self._laid_for:

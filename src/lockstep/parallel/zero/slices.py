@@ -177,6 +177,22 @@ class ReduceScatterMean(BucketReduction):
         reducer.observers.remove(self)
         reducer.set_reduction(self._whole)
 
+    def release_whole(self, reducer: Reducer) -> None:
+        """Do the same with the gradients of a step that are slices. Collective: every rank.
+
+        Raises:
+            ConfigurationError: The script has asked for slices.
+        """
+        if self.mode is Mode.ALWAYS:
+            raise ConfigurationError(
+                "Parameters are trained now that were frozen before and are not in this ZeroRedundancyOptimizer, whose "
+                "gradients are in slices.\nGive it all of model.parameters() when it is made, or call "
+                "add_param_group() before the next forward."
+            )
+        if self._is_sliced:
+            self._gather()
+        self.release(reducer)
+
     def on_event(self, kind: Event, bucket: Bucket | None) -> None:
         """Handle an event of the reducer."""
         if kind is Event.BACKWARD:

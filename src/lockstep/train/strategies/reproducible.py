@@ -339,14 +339,19 @@ class Reproducible(Strategy):
         self._model, self._objective, self._device = model, objective, devices[0]
         if len(set(devices)) > 1:
             self.note = f"all virtual shards are computed on {devices[0]}: strategy ddp uses all devices"
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        layout = trees.GradientLayout(self._parameters, multiple_of=1 if group is None else group.size())
         self._tree = placement.tree
-        self._sums = trees.PairwiseAccumulator(self._tree, layout, devices[0])
+        self._lay_out()
         self._exchange = trees.TreeReduction(placement, group)
         self._mine = shards.mine
         self._buffers = ShardBuffers(model, shards, self._exchange, group)
+
+    def _lay_out(self) -> None:
+        """Sum the gradients of the parameters that are trained now."""
+        trained = {name: parameter for name, parameter in self._model.named_parameters() if parameter.requires_grad}
+        self._names, self._parameters = list(trained), list(trained.values())
+        self._frozen = [parameter for parameter in self._model.parameters() if not parameter.requires_grad]
+        layout = trees.GradientLayout(self._parameters, multiple_of=1 if self.group is None else self.group.size())
+        self._sums = trees.PairwiseAccumulator(self._tree, layout, self._device)
         self._in_use: trees.GradientRow | None = None  # ``param.grad`` are views of it
 
     @override
@@ -355,6 +360,8 @@ class Reproducible(Strategy):
 
         Collective if there is a group and ``context.sync``: every rank, with or without samples.
         """
+        if any(parameter.requires_grad for parameter in self._frozen):
+            self._lay_out()  # unfrozen by a callback
         for parameter in self._parameters:
             parameter.grad = None  # also those that the optimizer does not have
         if self._in_use is not None:

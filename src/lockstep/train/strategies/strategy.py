@@ -363,12 +363,13 @@ class FullyShard(Strategy):
         fully_shard.fully_shard_units(self._module, units, group=world.group, device=device)
         if is_on_meta(model):
             initialize(model, device)
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        parameters = list(model.parameters())
 
         def local_gradients() -> list[Tensor]:
-            return [fully_shard.local_part(parameter.grad) for parameter in trained if parameter.grad is not None]
+            return [fully_shard.local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
 
-        self.gradients = GradientList(local_gradients, fully_shard.local_part(trained[0]), world.group)
+        like = next(parameter for parameter in parameters if parameter.requires_grad)
+        self.gradients = GradientList(local_gradients, fully_shard.local_part(like), world.group)
 
     @override
     def whole(self, model: nn.Module) -> nn.Module:
