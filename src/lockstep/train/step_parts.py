@@ -192,35 +192,25 @@ def batch_scale(rule: Scaling, batch_size: int, base_batch_size: int) -> float:
     return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
 
 
-def _marks(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the numbers of each param group, to notice what changes; for a rate that is a tensor, its version.
+def _mark(value: Any) -> Any:
+    """Return a number, or for a tensor what changes with it: its value would have to be waited for on a device."""
+    return (id(value), version_of(value)) if isinstance(value, Tensor) else value
 
-    So a device is not waited for.
-    """
+
+def _marks(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the numbers of each param group, to notice what changes."""
     return [
-        {
-            key: (id(value), version_of(value)) if isinstance(value, Tensor) else value
-            for key, value in group.items()
-            if isinstance(value, int | float | tuple) or key == "lr"
-        }
+        {key: _mark(value) for key, value in group.items() if isinstance(value, int | float | tuple) or key == "lr"}
         for group in optimizer.param_groups
     ]
 
 
-def _changes(optimizer: Optimizer, before: list[dict[str, Any]]) -> Iterator[tuple[int, str, Any]]:
-    """Yield group, name and value of each number that differs from the `_marks` of ``before``.
-
-    Raises:
-        ConfigurationError: A param group was added.
-    """
-    if len(groups := optimizer.param_groups) != len(before):
-        counts = f"The optimizer has {len(groups)} param groups, but had {len(before)} when the training began."
-        raise ConfigurationError(f"{counts}\nMake all of them in Task.optimizer.")
-    for place, (then, now) in enumerate(zip(before, _marks(optimizer), strict=True)):
-        for key, mark in now.items():
-            if then.get(key) != mark:
-                value = groups[place][key]
-                yield place, key, float(value) if isinstance(value, Tensor) else value
+def _check_groups(optimizer: Optimizer, num_before: int) -> None:
+    if (number := len(optimizer.param_groups)) != num_before:
+        raise ConfigurationError(
+            f"The optimizer has {number} param groups, but had {num_before} when the training began.\n"
+            "Make all of them in Task.optimizer."
+        )
 
 
 def _put(group: dict[str, Any], key: str, value: Any) -> None:
@@ -242,19 +232,31 @@ class Rates:
     def __init__(self, rate: LearningRate, optimizer: Optimizer) -> None:
         self._rate, self._optimizer, self._factor = rate, optimizer, 1.0
         self._base = [float(group["lr"]) for group in optimizer.param_groups]
-        self._set, self._seen = list(self._base), _marks(optimizer)
+        self._set, self._seen = list(self._base), self._read()
+
+    def _read(self) -> list[Any]:
+        return [_mark(group["lr"]) for group in self._optimizer.param_groups]
 
     def advance(self, num_updates: int) -> None:
-        """Set the rates for the update after ``num_updates``."""
+        """Set the rates for the update after ``num_updates``.
+
+        Raises:
+            ConfigurationError: A param group was added.
+        """
         self._adopt()
-        self._apply(self._rate.factor(num_updates))
+        factor = self._rate.factor(num_updates)
+        if factor != self._factor:
+            self._apply(factor)
 
     def _adopt(self) -> None:
         """Adopt the rates that something else has set."""
-        for place, key, value in _changes(self._optimizer, self._seen):
-            if key == "lr" and value != self._set[place]:
+        if (now := self._read()) == self._seen:
+            return
+        _check_groups(self._optimizer, len(self._seen))
+        for place, group in enumerate(self._optimizer.param_groups):
+            if now[place] != self._seen[place] and (value := float(group["lr"])) != self._set[place]:
                 self._base[place], self._set[place] = value / (self._factor or 1.0), value
-        self._seen = _marks(self._optimizer)
+        self._seen = now
 
     def _apply(self, factor: float) -> None:
         self._factor = factor
@@ -262,7 +264,7 @@ class Rates:
             value, rate = self._base[place] * factor, group["lr"]
             _put(group, "lr", value)
             self._set[place] = value if not isinstance(rate, Tensor) else float(torch.tensor(value, dtype=rate.dtype))
-        self._seen = _marks(self._optimizer)
+        self._seen = self._read()
 
     def add_loss(self, step: int, loss: float) -> None:
         """Do nothing: this schedule needs no losses."""
@@ -276,7 +278,7 @@ class Rates:
         """Continue from the state of a run, whose param groups have been loaded; see `TorchScheduler`."""
         if keeps_rates and "rates" in state:
             base, self._factor, then = state["rates"]
-            self._base, self._set, self._seen = list(base), list(then), _marks(self._optimizer)
+            self._base, self._set, self._seen = list(base), list(then), self._read()
         else:
             self._apply(self._rate.factor(state["num_updates"] - 1) if state["num_updates"] else 1.0)
 
@@ -357,9 +359,12 @@ class TorchScheduler:
 
     def _note_changes(self) -> None:
         """Note what a callback or the optimizer has set since the last step of the scheduler."""
-        for place, key, value in _changes(self._optimizer, self._seen):
-            self._changed[place, key] = self._time, value
-        self._seen = _marks(self._optimizer)
+        _check_groups(self._optimizer, len(self._seen))
+        before, self._seen = self._seen, _marks(self._optimizer)
+        for place, (then, now) in enumerate(zip(before, self._seen, strict=True)):
+            for key in (key for key, mark in now.items() if then.get(key) != mark):
+                value = self._optimizer.param_groups[place][key]
+                self._changed[place, key] = self._time, float(value) if isinstance(value, Tensor) else value
 
     @property
     def _time(self) -> int:
