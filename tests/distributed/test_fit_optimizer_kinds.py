@@ -67,7 +67,7 @@ class SAM(Optimizer):
     def step(self, closure=None):
         if closure is None:
             raise RuntimeError("SAM requires a closure")
-        trained = [p for group in self.param_groups for p in group["params"]]
+        trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         norm = torch.stack([p.grad.norm() for p in trained]).norm()
         before = [p.clone() for p in trained]
         for p in trained:

@@ -232,6 +232,7 @@ def oracle(program):
         average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(program.ema), use_buffers=False)
     has_modes = program.optimizer == "schedule-free"
 
+    @torch.enable_grad()
     def closure():
         optimizer.zero_grad()
         loss = loss_of(model, (inputs, labels))
