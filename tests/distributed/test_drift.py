@@ -332,6 +332,27 @@ def test_what_one_rank_does_alone_is_found_with_the_gradients(ranks, name):
     assert "They were equal at step 4." in text
 
 
+@pytest.mark.parametrize("every", [1000, 0])
+def test_a_state_that_differs_is_not_saved(ranks, tmp_path, every):
+    def work(world):
+        wrapped = lockstep.DistributedDataParallel(network(), check_replicas=every)
+        optimizer = torch.optim.Adam(wrapped.parameters())
+        wrapped(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+        wrapped.module.register_buffer("own", torch.tensor(world.rank))  # only rank zero's is saved
+        lockstep.save(tmp_path, model=wrapped, optimizer=optimizer, number=1)
+        if world.rank == 1:
+            optimizer.state[next(wrapped.module.parameters())]["exp_avg"].add_(1)
+        try:
+            lockstep.save(tmp_path, model=wrapped, optimizer=optimizer, number=2)
+        except ReplicasDiffer as error:
+            return error.tensor, lockstep.load(tmp_path)["number"]
+        return None, lockstep.load(tmp_path)["number"]
+
+    expected = ("exp_avg of parameter 0.weight", 1) if every else (None, 2)
+    assert ranks(2)(work) == [expected] * 2
+
+
 def test_nothing_is_compared_if_a_script_says_so(ranks):
     def script(world):
         def step(number, net, optimizer):

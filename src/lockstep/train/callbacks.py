@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Protocol, final
 
 from torch import Tensor, nn
@@ -125,13 +126,13 @@ class RunView:
         Raises:
             ConfigurationError: They are something else.
         """
-        is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float)
+        is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
         if not (is_number and isinstance(name, str)):
             raise ConfigurationError(
                 f"run.log({name!r}, {value!r}) is not a name and a number.\n"
                 "Give a number, or a tensor with one element."
             )
-        self._run.log(name, value)
+        self._run.log(name, value if isinstance(value, Tensor) else float(value))
 
 
 class Callbacks:

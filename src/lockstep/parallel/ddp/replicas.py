@@ -80,7 +80,10 @@ class Replicas:
 
     def after_step(self, parameters: Iterable[Tensor], step: int) -> None:
         """Record the first gradient, which all ranks have: whether it is zeroed is seen in the next ``step``."""
-        found = ((each, gradient_of(each)) for each in parameters if self._is_due(step))
+        self._reduced = None
+        if not self._is_due(step):
+            return
+        found = ((each, gradient_of(each)) for each in parameters)
         noted = ((each, weakref.ref(grad), version_of(grad)) for each, grad in found if grad is not None)
         self._reduced = next(noted, None)
 

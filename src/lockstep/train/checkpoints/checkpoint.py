@@ -43,6 +43,7 @@ from lockstep.comm.world import World
 from lockstep.data.sampler import DistributedSampler, LoaderPosition, position_of
 from lockstep.data.stream import Stateful
 from lockstep.errors import CheckpointError, ConfigurationError, LockstepError, called_by_all
+from lockstep.parallel.consistency import refuse_difference, replica_of
 from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 from lockstep.prepared import PreparedLoader
 from lockstep.telemetry.rank_state import format_bytes
@@ -650,9 +651,7 @@ def save(
         ReplicasDiffer: On every rank: they do not have the same bits. Nothing is replaced.
     """
     folder, (rank, world_size) = place_of(path), _rank_and_size()
-    is_replica = isinstance(model, DistributedDataParallel) and model.reducer.replicas.every > 0
-    if all(_gather(is_replica)):  # else a rank has given another model
-        cast(DistributedDataParallel, model).check_replicas(optimizer)
+    _refuse_drift(model, optimizer)
 
     def collect() -> tuple[dict[str, Any], dict[str, Stateful], dict[str, Any]]:
         values = {name: position_of(value, name, saves=True) for name, value in state.items()}
@@ -691,6 +690,20 @@ def save(
 
         _on_all_ranks(folder, write_part, packer.num_bytes)
         _on_all_ranks(folder, complete, packer.num_bytes)
+
+
+def _refuse_drift(model: nn.Module | None, optimizer: Optimizer | None) -> None:
+    """Compare parameters and optimizer state before they are saved. Collective: every rank."""
+    wrapper = model if isinstance(model, DistributedDataParallel) and model.reducer.replicas.every > 0 else None
+    if not all(_gather(wrapper is not None)) or wrapper is None:
+        return  # a rank has given another model
+    group, device = wrapper.process_group, wrapper.device
+    # Buffers may differ, of which rank zero's are saved.
+    replica = replica_of(wrapper.module, optimizer, buffers="healed", ignore=wrapper.parameters_to_ignore)
+    # Rank zero alone may have collected the state of an optimizer.
+    common = set(replica).intersection(*all_gather_object(list(replica), group=group, device=device))
+    replica = {name: tensor for name, tensor in replica.items() if name in common}
+    refuse_difference(replica, group=group, device=device, now=" (before lockstep.save)", since="Nothing was saved.")
 
 
 @called_by_all("lockstep.load")
