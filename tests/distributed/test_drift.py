@@ -444,6 +444,19 @@ def test_training_that_reaches_no_parameter_of_the_model_is_a_warning(ranks):
         ]
 
 
+def test_a_rank_without_a_part_of_a_sharded_optimizer_is_no_warning(ranks):
+    def script(world):
+        model = lockstep.DistributedDataParallel(nn.Linear(2, 1, bias=False))  # too small for a part on each rank
+        optimizer = lockstep.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        with warnings.catch_warnings(action="error"):
+            for _ in range(4):
+                optimizer.zero_grad()
+                model(torch.ones(2, 2)).mean().backward()
+                optimizer.step()
+
+    ranks(2)(script)
+
+
 def test_arguments_that_change_what_is_sent_are_equal_on_all_ranks(ranks):
     def script(world):
         with pytest.raises(ConfigurationError, match="The arguments differ between ranks: rank 0 has compression=None"):

@@ -346,14 +346,11 @@ class Trainer:
     def agreed_plan(self) -> Any:
         """Return the order of the buckets, and what else the ranks know together and a checkpoint has not."""
         ours, modes = self.strategy.ours, [module.training for module in self._model.modules()]
-        trained = [parameter.requires_grad for parameter in self._model.parameters()]
-        return [None if ours is None else ours.agreed_plan(), self.alike_after, self._has_counts, modes, trained]
+        return [None if ours is None else ours.agreed_plan(), self.alike_after, self._has_counts, modes]
 
     def use_plan(self, plan: Any) -> None:
         """Use the order of the buckets of another rank. Collective: every rank."""
-        buckets, self.alike_after, self._has_counts, modes, trained = plan
-        for parameter, requires_grad in zip(self._model.parameters(), trained, strict=True):
-            parameter.requires_grad_(requires_grad)
+        buckets, self.alike_after, self._has_counts, modes = plan
         for module, mode in zip(self._model.modules(), modes, strict=False):
             module.training = mode
         if self.strategy.ours is not None:

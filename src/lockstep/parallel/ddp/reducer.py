@@ -94,10 +94,8 @@ def live_reducers() -> list[Reducer]:
 
 
 def _before_update(optimizer: Optimizer, loss: Any) -> None:
-    reducers = live_reducers()
-    if any(reducer.num_forwards for reducer in reducers):
-        warn_if_idle(optimizer)
-    for reducer in reducers:
+    warn_if_idle(optimizer)
+    for reducer in live_reducers():
         reducer.before_update(optimizer, loss)
 
 

@@ -23,7 +23,9 @@ from lockstep.telemetry.heartbeat import num_calls
 BeforeUpdate = Callable[[Optimizer, Any], None]
 _functions: dict[BeforeUpdate, None] = {}
 _hooks: list[Any] = []  # of all optimizers, once in a process
-_num_idle: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # steps; 3 or more: no more
+# Of each optimizer, its steps without a gradient, 3 or more: it is not watched; and backwards of wrappers before.
+_idle: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+_num_backwards = 0
 # The collectives of synchronised backwards, if there are several wrappers, and of all when the last of these ended.
 _num_of_wrappers = _num_at_last_close = 0
 
@@ -89,13 +91,14 @@ def refuse_outside(optimizer: Optimizer, prepared: Set[int]) -> None:
 
 
 def warn_if_idle(optimizer: Optimizer) -> None:
-    """Warn in the third step of an optimizer that had no gradient in any."""
-    num_idle = _num_idle.get(optimizer, 0)
-    if num_idle > 2:
+    """Warn in the third step of an optimizer that had no gradient in any, each after a backward of a wrapped model."""
+    num_idle, num_before = _idle.get(optimizer, (0, 0))
+    if num_idle > 2 or num_before == _num_backwards:
         return
-    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    is_idle = all(gradient_of(parameter) is None for parameter in parameters)
-    _num_idle[optimizer] = num_idle + 1 if is_idle else 3
+    parameters = [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
+    # Without parameters it may be this rank's part of a ZeroRedundancyOptimizer.
+    is_idle = bool(parameters) and all(gradient_of(parameter) is None for parameter in parameters)
+    _idle[optimizer] = (num_idle + 1 if is_idle else 3), _num_backwards
     if is_idle and num_idle == 2:
         warnings.warn(
             f"{type(optimizer).__name__}.step() has updated nothing in 3 steps: none of its parameters had a "
@@ -161,6 +164,8 @@ class Updates:
 
     def begin_count(self) -> None:
         """Count anew after a reduction."""
+        global _num_backwards
+        _num_backwards += 1
         self._weights.num_updates = 0 if self._has_counted else None
         self._has_counted = False
 
