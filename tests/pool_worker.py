@@ -26,12 +26,14 @@ from tests import simulated_device
 from tests.pool import IDLE, READY, Call, Reply
 
 PR_SET_PDEATHSIG = 1
+NUM_THREADS = torch.get_num_threads()
 
 
 def run(call: Call) -> Reply:
     """Run one call in a process group of its own; the group is still up when this returns."""
     # Ranks differ on purpose: a test that needs equal models must say so, or rely on the broadcast it tests.
     torch.manual_seed(1000 + call.rank)
+    torch.set_num_threads(NUM_THREADS)  # what a test before has set would be another kind of processor
     random.seed(1000 + call.rank)
     if hasattr(torch, "sim"):
         torch.sim.take_errors()

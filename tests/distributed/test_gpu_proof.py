@@ -52,6 +52,7 @@ def test_what_is_missing_is_named_at_once(run, monkeypatch, capsys, only):
     assert capsys.readouterr().err.startswith(f"These Python packages are missing: {names}. Python: {sys.executable}\n")
 
 
+@pytest.mark.flaky("a busy machine has not imported torch within the 3 seconds after which it is cut off")
 def test_a_section_that_is_cut_off_has_failed_and_says_where(run, tmp_path):
     out = tmp_path / "out"
     status, printed, [kept] = run("--device", "cpu", "--only", "waits", "--minutes", "0.05", "--out", str(out))
