@@ -6,8 +6,8 @@ from tests.models import soak
 from tests.verifying import FAULTS, causes, check_counts, verify_on
 
 LATE_SCIPY = pytest.mark.flaky(
-    "SciPy draws from the generator that NumPy had when it was imported: what it draws is not seen in a worker in which "
-    "another test has imported it before the first verify"
+    "SciPy draws from the generator that NumPy had when it was imported: what it draws is not seen in a worker "
+    "in which another test has imported it before the first verify"
 )
 
 
