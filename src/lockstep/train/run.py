@@ -549,7 +549,13 @@ class Run:
         if self._settings.load_best and checkpoints is not None and not self.stops and self._has_best():
             state = checkpoints.load_best()
             self.trainer.load_weights(state)
-            self._display.log(f"weights of the best evaluation, after step {state['state']['num_steps_done']}")
+            step, best = state["state"]["num_steps_done"], self._best
+            text = f"weights of the best evaluation, after step {step}"
+            if best is not None and step != best.step:  # rank zero was lost while it wrote that checkpoint
+                text = (
+                    f"weights after step {step}: the checkpoint of the best evaluation, after step {best.step}, is lost"
+                )
+            self._log("remark", text)
         if is_first:  # else a rank was lost after that
             self._call("on_end")
 
