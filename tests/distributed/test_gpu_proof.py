@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib.util
+import contextlib
 import json
 import os
 import signal
@@ -74,7 +75,10 @@ def test_what_was_found_before_a_signal_is_kept(tmp_path, number):
         [sys.executable, "-m", "bench.gpu_proof", *words], cwd=gpu_proof.REPO, stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
-    while not any("--section" in child.cmdline() for child in psutil.Process(process.pid).children()):
+    has_begun = False
+    while not has_begun:
+        with contextlib.suppress(psutil.Error):  # other children end meanwhile
+            has_begun = any("--section" in child.cmdline() for child in psutil.Process(process.pid).children())
         time.sleep(0.05)
     process.send_signal(number)
     out, _ = process.communicate()
