@@ -1,8 +1,8 @@
 """`make gpu` where there is no GPU: it says so; and what it measures, tried out on CPU ranks."""
 
+import contextlib
 import ctypes
 import importlib.util
-import contextlib
 import json
 import os
 import signal
