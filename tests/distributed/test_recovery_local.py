@@ -117,6 +117,7 @@ def test_the_others_end_without_a_rank_that_is_not_ready(run_script):
     assert lines[1:] == ["rank 0 was killed by SIGKILL (signal 9); the training was complete"]
 
 
+@pytest.mark.flaky("on a busy machine the other ranks, too, come more than 0.3 s late to an exchange")
 def test_a_slow_rank_is_left_out_and_comes_back(run_script):
     weights, sizes, lines = run_script("shm", "slow")
     assert len(set(weights)) == 1
