@@ -60,9 +60,9 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from bench.harness import parser, positive, progress, record
+from lockstep.base.env import Launcher, RankEnv
 from lockstep.comm import hierarchy, rendezvous, store, world
 from lockstep.comm.store import InterNodeStore, StatusKeys
-from lockstep.env import Launcher, RankEnv
 from lockstep.errors import WorldSizeMismatch
 from lockstep.launcher.failure_report import NodeFailure, find_cause
 from lockstep.launcher.node_rendezvous import RendezvousPerRestart

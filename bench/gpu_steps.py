@@ -32,7 +32,7 @@ from bench.contenders import LEARNING_RATE, Ranks, Step, Trainee, make_trainee, 
 from bench.harness import run_rounds, slowest, summarize
 from bench.models import GPU_MODELS, TINY_GPU_MODELS, Workload, loss_of
 from lockstep import World
-from lockstep.accelerator import synchronize
+from lockstep.base.accelerator import synchronize
 from lockstep.train.run import Run
 from lockstep.train.settings import FitSettings
 from lockstep.train.stopping import StopSignals

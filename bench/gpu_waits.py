@@ -25,7 +25,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from bench.gpu_steps import Kind, fit_run, join
 from bench.models import tiny_layers
-from lockstep import accelerator
+from lockstep.base import accelerator
 
 WARM_UP_STEPS, STEPS = 10, 20
 SAMPLES = 16

@@ -32,7 +32,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> "Callable[[int], list[torch.device]
     """Give ``gpus(n)``: let torch find ``n`` CUDA devices from now on; it returns those that become the current one."""
     import torch
 
-    from lockstep import activity
+    from lockstep.base import activity
 
     monkeypatch.setattr(activity.now, "device", None)  # put back at the end
     chosen: list[torch.device] = []

@@ -193,7 +193,7 @@ class LastPicture(Subscriber):
 
 def train() -> list[Text]:
     """Train on each rank; return the lines of the picture on rank zero."""
-    from lockstep.env import RankEnv
+    from lockstep.base.env import RankEnv
 
     rank = RankEnv.from_environ(os.environ).rank
     task, display = load_task(str(REPO / "examples" / "digits.py")), LastPicture()

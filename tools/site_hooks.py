@@ -1,6 +1,6 @@
 """What the site needs beyond MkDocs: links to files outside docs/, and tables that are read from the source.
 
-On a git host, ``../src/lockstep/env.py`` leads to the file. The site has no such file, so one is added to it.
+On a git host, ``../src/lockstep/base/env.py`` leads to the file. The site has no such file, so one is added to it.
 """
 
 import re

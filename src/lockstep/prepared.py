@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import data
 
-from lockstep.accelerator import move
+from lockstep.base.accelerator import move
 from lockstep.comm.collectives import all_gather_object, device_for, gather_states
 from lockstep.comm.world import World, init
 from lockstep.data.comparison import check_same_data

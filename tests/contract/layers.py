@@ -5,10 +5,8 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 LAYERS = [
-    {"errors", "activity", "rank_files"},
-    {"env", "record_files"},
-    {"torch_internals"},
-    {"accelerator", "containers"},
+    {"errors"},
+    {"base"},
     {"comm"},
     {"telemetry"},
     {"parallel", "data", "launcher"},
@@ -25,7 +23,7 @@ RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 
 TORCH_DISTRIBUTED = {
     "comm": ["torch.distributed"],
-    "torch_internals": ["torch.distributed"],
+    "base": ["torch.distributed"],
     "train": ["torch.distributed.checkpoint"],
     "launcher": ["torch.distributed.run", "torch.distributed.launcher", "torch.distributed.elastic"],
 }

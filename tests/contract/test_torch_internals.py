@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep import torch_internals as internals
+from lockstep.base import torch_internals as internals
 from tests.contract.layers import module_of
 from tests.contract.tree import PACKAGE, sources
 
@@ -44,7 +44,7 @@ def test_private_names_stand_in_one_module():
                 own.add(name)
             case ast.Name(id=name, ctx=ast.Store()):
                 own.add(name)
-    trees.pop("torch_internals.py")
+    trees.pop("base/torch_internals.py")
     found = {name: _foreign(tree) - own - OTHERS.get(name, set()) for name, tree in trees.items()}
     assert {
         name: names - OTHERS.get(name, set()) for name, names in found.items() if names - OTHERS.get(name, set())
@@ -247,7 +247,7 @@ def find(path):
 pkgutil.resolve_name = find
 for name in sys.argv[1].split():
     importlib.import_module(name)
-from lockstep import torch_internals as internals
+from lockstep.base import torch_internals as internals
 for name in internals.INSTEAD:
     print(name)
 internals.queue_callback(None)
@@ -261,7 +261,7 @@ from torch import nn
 real = pkgutil.resolve_name
 
 def find(path):
-    from lockstep.torch_internals import _refuse
+    from lockstep.base.torch_internals import _refuse
     if path in sys.argv[1].split():
         return real(path)
     raise AttributeError(path)

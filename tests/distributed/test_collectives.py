@@ -3,7 +3,7 @@
 import torch
 from torch.futures import Future
 
-from lockstep import activity
+from lockstep.base import activity
 from lockstep.comm import collectives
 from lockstep.comm.collectives import RepeatedBroadcast, all_gather_object, broadcast_coalesced
 from lockstep.errors import CollectiveError

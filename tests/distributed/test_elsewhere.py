@@ -12,7 +12,7 @@ from tests.distributed.commands import start
 # Without torch, whose import is what such a job would spend its time on: as ranks look that wait in a collective.
 SCRIPT = """\
 import os, sys, time
-from lockstep import activity
+from lockstep.base import activity
 if os.environ["RANK"] == sys.argv[2]:
     time.sleep(0.5)
     if sys.argv[1] == "fail": raise ValueError("boom")

@@ -205,7 +205,7 @@ def test_a_script_that_knows_nothing_of_it_is_recorded_and_computes_the_same_bit
     def both(world):
         import os
 
-        from lockstep import activity
+        from lockstep.base import activity
         from lockstep.observe import monitor
 
         activity.now.step = (

@@ -13,8 +13,8 @@ import pytest
 from torch.utils.data import Dataset
 
 import lockstep
+from lockstep.base.record_files import open_locked
 from lockstep.errors import ConfigurationError
-from lockstep.record_files import open_locked
 from lockstep.study.report.figures import find_costs, find_window
 from lockstep.study.report.view import sentences, view_run
 from lockstep.telemetry import resources
@@ -202,7 +202,7 @@ def test_a_slow_loader_is_told_from_the_record_alone(ranks, tmp_path):
     def train(world):
         # As on a quiet machine: other programs would come first, and leave fewer cores for loader processes.
         others = mock.patch.object(resources.MachineSampler, "_sample_cores", return_value={})
-        with others, mock.patch("lockstep.activity.core_use", return_value=b"0 0"):
+        with others, mock.patch("lockstep.base.activity.core_use", return_value=b"0 0"):
             fit(world, tmp_path, task=make_task(dataset=partial(SlowSamples, 0.001)))
 
     ranks(2)(train)

@@ -15,7 +15,7 @@ import hashlib, sys, time
 from pathlib import Path
 import lockstep
 from lockstep.parallel import local_sgd
-from lockstep.rank_files import Arrival, Generation
+from lockstep.base.rank_files import Arrival, Generation
 
 if "LOCKSTEP_JOINS" in os.environ and "STARTS_IN" in os.environ:
     time.sleep(float(os.environ["STARTS_IN"]))

@@ -7,10 +7,10 @@ from unittest import mock
 import pytest
 
 from lockstep import launch
+from lockstep.base.record_files import open_locked
 from lockstep.cli import main
 from lockstep.errors import ConfigurationError
 from lockstep.launcher.command import run as start
-from lockstep.record_files import open_locked
 from lockstep.telemetry.sinks import WandbRun
 from tests.distributed.commands import lockstep
 

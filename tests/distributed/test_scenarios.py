@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import lockstep
-from lockstep.accelerator import move
+from lockstep.base.accelerator import move
 from lockstep.errors import JobHangs, RankFailed
 from lockstep.launcher.api import launch_with
 from lockstep.launcher.output import LogSettings

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep import accelerator
+from lockstep.base import accelerator
 from lockstep.data import loader
 from lockstep.parallel.ddp import comm_hooks
 from lockstep.train.settings import Settings
@@ -354,9 +354,9 @@ FAULTS = {
 TEXTS = {
     "record_stream": ("record_stream() is missing", "the default stream of sim:", "data/loader.py"),
     "wait": ("no event between them", "writes 'output' of simccl ALLREDUCE at ", "parallel/ddp/comm_hooks.py"),
-    "synchronize": ("a synchronization is missing", "writes 'self' of aten::copy_ at ", "lockstep/accelerator.py"),
+    "synchronize": ("a synchronization is missing", "writes 'self' of aten::copy_ at ", "lockstep/base/accelerator.py"),
     "device": ("Expected all tensors to be on the same device", "'mat1' of aten::addmm is on sim:"),
-    "event": ("a synchronization is missing", "writes 'self' of aten::copy_ at ", "lockstep/accelerator.py"),
+    "event": ("a synchronization is missing", "writes 'self' of aten::copy_ at ", "lockstep/base/accelerator.py"),
 }
 
 

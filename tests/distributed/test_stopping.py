@@ -56,7 +56,7 @@ sys.exit(result.exit_code)
 """
 STUCK = """\
 import os, signal, time
-from lockstep.rank_files import announce_graceful_stop, launcher_folder
+from lockstep.base.rank_files import announce_graceful_stop, launcher_folder
 
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 announce_graceful_stop(launcher_folder(), int(os.environ["RANK"]))

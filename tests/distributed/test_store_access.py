@@ -12,10 +12,10 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
+from lockstep.base.env import Launcher, RankEnv
 from lockstep.comm import store as store_module
 from lockstep.comm.rendezvous import join_rendezvous
 from lockstep.comm.store import start_store_server
-from lockstep.env import Launcher, RankEnv
 from tests.distributed.commands import lockstep
 
 NOBODY = 65534

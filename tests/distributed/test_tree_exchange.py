@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from lockstep import activity
+from lockstep.base import activity
 from lockstep.parallel import reduction_tree
 from lockstep.parallel.reduction_tree import (
     GradientLayout,

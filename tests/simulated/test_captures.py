@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep import accelerator
+from lockstep.base import accelerator
 from lockstep.errors import ConfigurationError
 from lockstep.study.report.view import view_run
 

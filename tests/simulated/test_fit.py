@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep import accelerator
+from lockstep.base import accelerator
 from lockstep.errors import ConfigurationError, OutOfMemory
 from lockstep.study.report.view import sentences, view_run
 from lockstep.telemetry.resources import MachineSampler

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode as current_dispatch_mode
 
 import lockstep
-from lockstep import accelerator
-from lockstep.accelerator import HostCopy, mark_on
+from lockstep.base import accelerator
+from lockstep.base.accelerator import HostCopy, mark_on
 from lockstep.errors import NonFiniteGradient
 from lockstep.train.settings import Settings
 from lockstep.train.step_parts import Part, StepMetrics

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lockstep
-from lockstep import accelerator
+from lockstep.base import accelerator
 from lockstep.comm.collectives import all_gather, broadcast_coalesced
 from lockstep.parallel.dp import replicas
 from lockstep.parallel.dp.replicas import coalesced_copies

@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep import accelerator, activity, torch_internals
+from lockstep.base import accelerator, activity, torch_internals
+from lockstep.base.env import RankEnv
 from lockstep.comm.collectives import cpu_group
 from lockstep.comm.network import cut_links
 from lockstep.comm.world import destroy_default_group, form_group
-from lockstep.env import RankEnv
 from lockstep.errors import CollectiveError
 from lockstep.telemetry.heartbeat import recorded_call
 from lockstep.train.recovery import exchange_state

@@ -13,8 +13,8 @@ from typing import Any, cast
 import click
 
 from lockstep import __version__
-from lockstep.activity import goes_on
-from lockstep.env import open_closed_streams
+from lockstep.base.activity import goes_on
+from lockstep.base.env import open_closed_streams
 from lockstep.errors import EXIT_CODE, HANG_EXIT_CODE, ConfigurationError, JobHangs, LockstepError, Stopped
 
 # torch reads this when it is imported, and has no filter for single messages. Each rank would print a warning for each

@@ -5,8 +5,8 @@ import signal
 
 import click
 
+from lockstep.base.record_files import hide_secrets
 from lockstep.launcher import fork_server
-from lockstep.record_files import hide_secrets
 
 
 @click.command(

@@ -12,12 +12,12 @@ from typing import Any
 
 import click
 
+from lockstep.base.env import RankEnv
+from lockstep.base.record_files import hide_secrets
 from lockstep.cli import INTERRUPTED, command
 from lockstep.cli.train import devices_of_flag, settings_options, takes_task
-from lockstep.env import RankEnv
 from lockstep.errors import EXIT_CODE, ConfigurationError
 from lockstep.launcher import fork_server
-from lockstep.record_files import hide_secrets
 from lockstep.study.common import console, to_json
 from lockstep.study.rehearse.fault_rules import check_ranks, describe_kinds, parse
 from lockstep.telemetry.cost import Price

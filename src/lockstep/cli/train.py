@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
+from lockstep.base.record_files import hide_secrets
 from lockstep.cli import command
 from lockstep.errors import ConfigurationError
 from lockstep.launcher import fork_server
 from lockstep.launcher.bootstrap import RANK_SETUP
 from lockstep.launcher.output import LogSettings
-from lockstep.record_files import hide_secrets
 from lockstep.train.settings import FitSettings, LaunchSettings, Setting, merge_settings, read_settings, settings_of
 from lockstep.train.task_file import TaskSpec, find_task, is_script
 
@@ -244,7 +244,7 @@ def train(task_file: str, settings_file: str | None, **values: Any) -> int:
 
 def _starts_ranks(settings: FitSettings, *, even_one: bool) -> bool:
     """Return whether this process starts the ranks: not if it is one, and a single one only if that is requested."""
-    from lockstep.env import Launcher, RankEnv
+    from lockstep.base.env import Launcher, RankEnv
 
     if RankEnv.from_environ(os.environ).launcher is not Launcher.NONE:
         return False

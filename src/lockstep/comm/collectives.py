@@ -20,13 +20,13 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.futures import Future
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from lockstep import activity, torch_internals
+from lockstep.base import activity, torch_internals
+from lockstep.base.containers import grouped, in_chunks
 from lockstep.comm.hierarchy import HierarchicalProcessGroup, start_exchange, sum_rows
 from lockstep.comm.network import gloo_cause, listening, note_links, wait_for_call
 from lockstep.comm.process import make_forks_safe
 from lockstep.comm.shm.ops import CommonMemory, Pieces
 from lockstep.comm.shm.process_group import CpuProcessGroup, ShmProcessGroup
-from lockstep.containers import grouped, in_chunks
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError, is_of_signal_handler
 
 # For the engines. Join, JoinHook and Joinable are torch's protocol for uneven inputs.

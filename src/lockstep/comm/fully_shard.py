@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.accelerator import is_on_meta, keeps_objects, move
+from lockstep.base.accelerator import is_on_meta, keeps_objects, move
 from lockstep.comm.collectives import Group
 
 

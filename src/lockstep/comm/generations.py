@@ -32,16 +32,16 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from lockstep import activity, rank_files
+from lockstep.base import activity, rank_files
+from lockstep.base.env import RankEnv, machine_timeout_s
+from lockstep.base.rank_files import SPARE, Arrival, Generation
+from lockstep.base.torch_internals import backend_of, process_groups, restart_group_names
 from lockstep.comm import network
 from lockstep.comm.rendezvous import JOINS, poll_interval_s, poll_until
 from lockstep.comm.shm.process_group import CpuProcessGroup
 from lockstep.comm.store import open_store
 from lockstep.comm.world import BARRIER_TIMEOUT_S, World, destroy_default_group, form_group
-from lockstep.env import RankEnv, machine_timeout_s
 from lockstep.errors import CollectiveError, LockstepError
-from lockstep.rank_files import SPARE, Arrival, Generation
-from lockstep.torch_internals import backend_of, process_groups, restart_group_names
 
 # How often a rank looks for a new generation; and how long after an error in a collective it waits for one. The
 # launcher may be late on a busy machine; it ends all ranks if there is to be none.

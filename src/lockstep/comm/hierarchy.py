@@ -26,15 +26,15 @@ from torch import Tensor
 from torch.distributed import PrefixStore
 from typing_extensions import override
 
-from lockstep import activity
+from lockstep.base import activity
+from lockstep.base.containers import grouped
+from lockstep.base.torch_internals import backend_of, group_of, set_default_timeout, timeout_of
 from lockstep.comm.network import gloo_cause, wait_for_call
 from lockstep.comm.shm.arguments import NEW_NAMES, check
 from lockstep.comm.shm.communicator import NUMBERS, operation_of
 from lockstep.comm.shm.process_group import CpuProcessGroup, ShmProcessGroup, agree, join_shm, share_memory
 from lockstep.comm.shm.work import OpQueue, ShmWork
-from lockstep.containers import grouped
 from lockstep.errors import CollectiveError, LockstepError
-from lockstep.torch_internals import backend_of, group_of, set_default_timeout, timeout_of
 
 # The groups of each generation have the same objection.
 _log_once = cache(activity.log)

@@ -17,7 +17,7 @@ import psutil
 import torch.distributed as dist
 from torch.futures import Future
 
-from lockstep.env import is_loopback
+from lockstep.base.env import is_loopback
 from lockstep.errors import ConfigurationError
 
 # The variable that Gloo reads. A value set by the user is never changed.

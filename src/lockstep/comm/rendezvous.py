@@ -16,11 +16,11 @@ from urllib.parse import parse_qsl, urlsplit
 
 from torch.distributed import DistError, HashStore, Store
 
-from lockstep.activity import format_ranks, in_time
+from lockstep.base.activity import format_ranks, in_time
+from lockstep.base.env import AGENT_STORE, LAUNCHER_STORE, RankEnv, is_loopback
+from lockstep.base.rank_files import RUN_DIR, FailureRecord, own_name
 from lockstep.comm.store import listen, open_store, read_present, serve_store
-from lockstep.env import AGENT_STORE, LAUNCHER_STORE, RankEnv, is_loopback
 from lockstep.errors import ConfigurationError, LockstepError, WorldSizeMismatch
-from lockstep.rank_files import RUN_DIR, FailureRecord, own_name
 
 _RETRY_S = 0.1
 

@@ -17,9 +17,9 @@ from typing import Any, BinaryIO
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 from torch.distributed import HashStore as HashStore
 
+from lockstep.base.env import is_loopback
+from lockstep.base.torch_internals import default_store
 from lockstep.comm.network import open_sockets
-from lockstep.env import is_loopback
-from lockstep.torch_internals import default_store
 
 LOOPBACK = "127.0.0.1"
 # All ranks of a machine may connect at the same moment. The kernel reduces this to its own limit.

@@ -24,14 +24,14 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore
 from torch.distributed.constants import default_pg_timeout
 
-from lockstep import activity, torch_internals
-from lockstep.accelerator import default_device, start_thread
+from lockstep.base import activity, torch_internals
+from lockstep.base.accelerator import default_device, start_thread
+from lockstep.base.env import Launcher, RankEnv, check_step
 from lockstep.comm import hierarchy, network, rendezvous
 from lockstep.comm.collectives import backend_name
 from lockstep.comm.process import keep_freed_memory, make_forks_safe
 from lockstep.comm.shm.process_group import CpuProcessGroup
 from lockstep.comm.store import read_present
-from lockstep.env import Launcher, RankEnv, check_step
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError, RankFailed
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from lockstep.base.containers import items_of
 from lockstep.comm.collectives import Group, all_gather_object
-from lockstep.containers import items_of
 from lockstep.data.loader import HasEpochs, LoadOptions, Request, load
 from lockstep.data.order import Purpose, mix
 from lockstep.errors import ConfigurationError

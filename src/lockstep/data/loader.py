@@ -24,13 +24,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import ChainDataset, ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, default_collate
 
-from lockstep.accelerator import recorded_event
-from lockstep.containers import map_tensors
+from lockstep.base.accelerator import recorded_event
+from lockstep.base.containers import map_tensors
+from lockstep.base.env import check_socket_folder
+from lockstep.base.rank_files import EARLY_SIGNALS
 from lockstep.data.order import BatchSplit, GlobalOrder, Purpose, ShardOrder, mix, seed_cpu
 from lockstep.data.tokens import TokenFiles
-from lockstep.env import check_socket_folder
 from lockstep.errors import ConfigurationError, DataError, LoaderDied, LockstepError
-from lockstep.rank_files import EARLY_SIGNALS
 
 # --- Samples that cannot be read
 

@@ -10,10 +10,10 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 from torch.utils.data import DistributedSampler as TorchDistributedSampler
 from typing_extensions import TypeVar, override
 
+from lockstep.base.torch_internals import is_state_of_loader, progress_of_calling_loader
 from lockstep.comm.collectives import default_group
 from lockstep.data.stream import Stateful
 from lockstep.errors import CheckpointError, ConfigurationError
-from lockstep.torch_internals import is_state_of_loader, progress_of_calling_loader
 
 
 @dataclass

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
+from lockstep.base.torch_internals import hide_worker_info
 from lockstep.data.comparison import checksum, is_compared
 from lockstep.data.loader import BadSample, Collate, LoadOptions, MicroBatch, StreamNote, having_epochs
 from lockstep.data.order import BatchSplit, Purpose, mix, seed_cpu
 from lockstep.errors import ConfigurationError, DataError, LockstepError
-from lockstep.torch_internals import hide_worker_info
 
 # --- The state of a stream in a checkpoint: plain values only, because it is read without running code
 

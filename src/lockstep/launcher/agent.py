@@ -17,12 +17,12 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure,
 from torch.distributed.elastic.utils import macros
 from torch.distributed.launcher.api import LaunchConfig
 
-from lockstep import rank_files, torch_internals
-from lockstep.activity import log
+from lockstep.base import rank_files, torch_internals
+from lockstep.base.activity import log
+from lockstep.base.env import AGENT_STORE, LAUNCHER_STORE
 from lockstep.comm.network import set_keepalive
 from lockstep.comm.rendezvous import JOINS, poll_until
 from lockstep.comm.store import InterNodeStore
-from lockstep.env import AGENT_STORE, LAUNCHER_STORE
 from lockstep.errors import RESUME_EXIT_CODE
 from lockstep.launcher import failure_report
 from lockstep.launcher.fork_server import signal_handlers

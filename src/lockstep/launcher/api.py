@@ -26,10 +26,11 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import determine_local_world_size
 
-from lockstep.accelerator import check_count
+from lockstep.base.accelerator import check_count
+from lockstep.base.env import open_closed_streams, usable_cores
+from lockstep.base.rank_files import ERROR, RESULT, files_by_rank, rank_file
 from lockstep.comm.network import allow_open_files
 from lockstep.comm.store import InterNodeStore
-from lockstep.env import open_closed_streams, usable_cores
 from lockstep.errors import CollectiveError, ConfigurationError, LaunchTimeout, LockstepError, RankFailed, Stopped
 from lockstep.launcher import bootstrap, failure_report
 from lockstep.launcher.agent import Agent, StoppedWhileRestarting
@@ -38,7 +39,6 @@ from lockstep.launcher.job import Job
 from lockstep.launcher.node_rendezvous import LOCAL_BACKEND
 from lockstep.launcher.output import LogSettings, LogTail
 from lockstep.launcher.reaper import Reaper
-from lockstep.rank_files import ERROR, RESULT, files_by_rank, rank_file
 from lockstep.telemetry.watchdog import Watchdog
 
 # How long ranks may wait for one that does nothing, by default.

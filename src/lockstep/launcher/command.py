@@ -17,8 +17,9 @@ from click import UsageError
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser
 
-from lockstep import torch_internals
-from lockstep.activity import log
+from lockstep.base import torch_internals
+from lockstep.base.activity import log
+from lockstep.base.rank_files import ENDED, FailureRecord
 from lockstep.errors import ConfigurationError
 from lockstep.launcher.api import choose_num_ranks, environment_restored, num_cores, supervise, threads_for
 from lockstep.launcher.bootstrap import RANK_SETUP
@@ -27,7 +28,6 @@ from lockstep.launcher.node_rendezvous import choose_interfaces, choose_rendezvo
 from lockstep.launcher.output import LEVELS, LogSettings, LogTail
 from lockstep.launcher.quorum import check_lighthouse
 from lockstep.launcher.reaper import Reaper
-from lockstep.rank_files import ENDED, FailureRecord
 from lockstep.telemetry.record import RANK_FILES
 
 # What `lockstep train` takes from a file: a Task, or a function that returns one.

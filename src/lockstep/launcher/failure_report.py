@@ -13,11 +13,11 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from lockstep.activity import format_ranks
+from lockstep.base.activity import format_ranks
+from lockstep.base.rank_files import CRASH, ENDED, HEARTBEAT, FailureRecord, rank_file, read_object
 from lockstep.comm.rendezvous import poll_until
 from lockstep.comm.store import InterNodeStore
 from lockstep.errors import CALLED_ALONE, OF_COLLECTIVES, JobHangs, LockstepError, RankFailed, tells_of_others
-from lockstep.rank_files import CRASH, ENDED, HEARTBEAT, FailureRecord, rank_file, read_object
 from lockstep.telemetry.heartbeat import read_step_counter
 from lockstep.telemetry.rank_state import user_frame
 from lockstep.telemetry.resources import Resources, says_out_of_memory

@@ -37,10 +37,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from lockstep.activity import log
-from lockstep.env import usable_cores
+from lockstep.base.activity import log
+from lockstep.base.env import usable_cores
+from lockstep.base.rank_files import STOP_SIGNALS
 from lockstep.launcher import bootstrap
-from lockstep.rank_files import STOP_SIGNALS
 
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 MOST_BYTES = 1 << 20
@@ -246,7 +246,7 @@ def _can_fork() -> bool:
 
 def _needs_interpreters(mode: str, target: str) -> bool:
     """Return whether the program, or a device, needs a new interpreter."""
-    from lockstep import torch_internals
+    from lockstep.base import torch_internals
 
     if mode == "command":
         return True
@@ -308,7 +308,7 @@ def _is_bound_to_device() -> bool:
     """Return, in a child of the server, whether the server has used a device: then this process cannot use it."""
     import torch
 
-    from lockstep import torch_internals
+    from lockstep.base import torch_internals
 
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and torch_internals.is_in_bad_fork(accelerator.type)

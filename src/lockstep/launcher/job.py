@@ -11,8 +11,8 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalException
 
-from lockstep import rank_files
-from lockstep.activity import format_ranks, log
+from lockstep.base import rank_files
+from lockstep.base.activity import format_ranks, log
 from lockstep.comm.store import InterNodeStore
 from lockstep.errors import RESUME_EXIT_CODE, Stopped
 from lockstep.launcher import failure_report

@@ -16,11 +16,11 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import parse_min_max_nnodes
 
-from lockstep import torch_internals
-from lockstep.activity import log
+from lockstep.base import torch_internals
+from lockstep.base.activity import log
+from lockstep.base.env import DEFAULT_MASTER_PORT, Launcher, RankEnv
 from lockstep.comm.network import GLOO_INTERFACE, gloo_interface, is_local, reachable_address
 from lockstep.comm.store import DEFAULT_STORE_PORT, LOOPBACK, HashStore, start_store_server
-from lockstep.env import DEFAULT_MASTER_PORT, Launcher, RankEnv
 from lockstep.errors import ConfigurationError, LockstepError
 
 # The name of the rendezvous of a single machine in torch elastic.

@@ -15,10 +15,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.activity import format_ranks
+from lockstep.base.activity import format_ranks
+from lockstep.base.rank_files import TERMINAL, TerminalRegion, erase_rows, rank_file
+from lockstep.base.record_files import open_locked
 from lockstep.errors import ConfigurationError
-from lockstep.rank_files import TERMINAL, TerminalRegion, erase_rows, rank_file
-from lockstep.record_files import open_locked
 
 STREAMS = ("stdout", "stderr")
 

@@ -43,11 +43,11 @@ from typing import Any, NamedTuple
 
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousGracefulExitError
 
-from lockstep import rank_files
-from lockstep.activity import format_ranks, log
+from lockstep.base import rank_files
+from lockstep.base.activity import format_ranks, log
+from lockstep.base.env import machine_timeout_s
 from lockstep.comm.rendezvous import poll_until
 from lockstep.comm.store import InterNodeStore, start_store_server
-from lockstep.env import machine_timeout_s
 from lockstep.errors import ConfigurationError, LockstepError
 
 _TOPIC = "lighthouse"

@@ -15,8 +15,8 @@ from torch.distributed.elastic.multiprocessing import SubprocessContext
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler, get_subprocess_handler
 from torch.numa.binding import NumaOptions
 
-from lockstep import rank_files
-from lockstep.activity import log, one_line
+from lockstep.base import rank_files
+from lockstep.base.activity import log, one_line
 from lockstep.comm.rendezvous import JOINS
 from lockstep.launcher import failure_report
 from lockstep.launcher.job import Job

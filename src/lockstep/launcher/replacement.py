@@ -32,15 +32,15 @@ from pathlib import Path
 import torch
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-from lockstep import rank_files
-from lockstep.accelerator import VISIBLE_DEVICES
-from lockstep.activity import format_ranks, log
+from lockstep.base import rank_files
+from lockstep.base.accelerator import VISIBLE_DEVICES
+from lockstep.base.activity import format_ranks, log
+from lockstep.base.rank_files import Arrival, FailureRecord, Generation, RecoveryReport
 from lockstep.errors import RESUME_EXIT_CODE
 from lockstep.launcher.failure_report import RankExit, how_it_ended, why_lost
 from lockstep.launcher.fork_server import OPTIMIZER, ForkServer
 from lockstep.launcher.quorum import Machines
 from lockstep.launcher.reaper import kill_sessions
-from lockstep.rank_files import Arrival, FailureRecord, Generation, RecoveryReport
 
 # How the errors of a rank begin, ours and torch's, that lost a loader process.
 _OF_LOADERS = "LoaderDied: A loader process of rank", "RuntimeError: DataLoader worker (pid"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lockstep.containers import find_tensors
+from lockstep.base.containers import find_tensors
 from lockstep.parallel.ddp.shares import BatchPart
 
 

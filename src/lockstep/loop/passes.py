@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils import data
 
+from lockstep.base.containers import items_of
 from lockstep.comm.world import World
-from lockstep.containers import items_of
 from lockstep.data.comparison import checksum
 from lockstep.data.order import Purpose, cut, mix, seed_cpu
 from lockstep.errors import ConfigurationError

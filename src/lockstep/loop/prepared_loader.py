@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 from torch.utils import data
 
+from lockstep.base.containers import map_tensors
+from lockstep.base.torch_internals import BaseDataLoaderIter, unread_iterator
 from lockstep.comm.collectives import device_for, gather_states
 from lockstep.comm.world import World
-from lockstep.containers import map_tensors
 from lockstep.data.loader import MicroBatch, Prefetcher, batched_getitem
 from lockstep.data.order import Purpose, cut, mix
 from lockstep.errors import ConfigurationError
 from lockstep.loop.batch_parts import parts
 from lockstep.loop.passes import DividedCollate, GlobalBatch, Pass, Progress, StreamBatch, models
 from lockstep.loop.random_state import draws, seeded
-from lockstep.torch_internals import BaseDataLoaderIter, unread_iterator
 
 _END = object()
 

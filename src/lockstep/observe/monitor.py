@@ -20,11 +20,11 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lockstep import activity
-from lockstep.accelerator import HostCopy, widest_dtype
+from lockstep.base import activity
+from lockstep.base.accelerator import HostCopy, widest_dtype
+from lockstep.base.containers import find_tensors
 from lockstep.comm.collectives import backend_name, default_group, is_initialized
 from lockstep.comm.rendezvous import JOINS
-from lockstep.containers import find_tensors
 from lockstep.errors import ConfigurationError
 from lockstep.observe.steps import Steps, num_samples, updates
 from lockstep.parallel.ddp.bucket_events import BucketStamps

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.accelerator import is_capturing
-from lockstep.containers import find_tensors
+from lockstep.base.accelerator import is_capturing
+from lockstep.base.containers import find_tensors
 from lockstep.telemetry.instrument import in_backward
 from lockstep.telemetry.recorder import Moment, add_span, moment
 from lockstep.telemetry.step_times import Mark, Reduction, StepMarks

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from lockstep.torch_internals import end_graph_at, leave_frames, set_compiled_call
+from lockstep.base.torch_internals import end_graph_at, leave_frames, set_compiled_call
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

@@ -52,7 +52,7 @@ from torch import Tensor
 from torch.futures import Future
 from typing_extensions import override
 
-from lockstep.accelerator import is_capturing, recorded_event, start_thread, synchronize
+from lockstep.base.accelerator import is_capturing, recorded_event, start_thread, synchronize
 from lockstep.comm.collectives import Group, Work, all_reduce_work, cpu_group, is_native, wait_for, wait_for_transfer
 from lockstep.comm.hierarchy import HierarchicalProcessGroup, start_exchange
 from lockstep.comm.network import gloo_cause, wait_for_call

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.activity import format_ranks
+from lockstep.base.activity import format_ranks
+from lockstep.base.containers import grouped
+from lockstep.base.torch_internals import ORIGINAL, NormBase, own_buffers, own_parameters
 from lockstep.comm.collectives import AnyDevice, Group, all_gather, all_gather_different, all_gather_object, broadcast
 from lockstep.comm.fully_shard import is_sharded
-from lockstep.containers import grouped
 from lockstep.errors import ConfigurationError, ModelMismatch, ReplicasDiffer
 from lockstep.parallel.flat import flatten_like
-from lockstep.torch_internals import ORIGINAL, NormBase, own_buffers, own_parameters
 
 # --- the same layout on every rank ------------------------------------------------------------------------------------
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.containers import grouped
-from lockstep.torch_internals import foreach_mul_, foreach_norm
+from lockstep.base.containers import grouped
+from lockstep.base.torch_internals import foreach_mul_, foreach_norm
 
 # What vectorised loads need of an address, and some libraries require. Torch's allocators align memory to more. Tensors
 # whose size is no multiple of it come last in flat memory, so that all others are aligned.

@@ -32,13 +32,13 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.optim import SGD, Optimizer
 
-from lockstep.accelerator import check_float64, synchronize
+from lockstep.base.accelerator import check_float64, synchronize
+from lockstep.base.containers import grouped
 from lockstep.comm import collectives
 from lockstep.comm.collectives import Group, cpu_group, default_group, group_or_default, wait_for
 from lockstep.comm.fully_shard import is_sharded
 from lockstep.comm.hierarchy import HierarchicalProcessGroup
 from lockstep.comm.world import World
-from lockstep.containers import grouped
 from lockstep.errors import ConfigurationError, NonFiniteGradient
 from lockstep.parallel.compression import PowerSGD, compressed_all_reduce, make
 from lockstep.parallel.consistency import check_arguments_agree, check_models_agree

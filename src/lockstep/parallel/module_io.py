@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from lockstep import torch_internals
-from lockstep.containers import map_tensors, with_items
+from lockstep.base import torch_internals
+from lockstep.base.containers import map_tensors, with_items
 
 
 def move_to(value: Any, device: torch.device) -> Any:

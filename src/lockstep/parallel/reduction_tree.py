@@ -10,10 +10,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from lockstep.base.containers import in_chunks
+from lockstep.base.torch_internals import foreach_add_, foreach_copy_, foreach_zero_
 from lockstep.comm.collectives import Group, Work, all_gather_flat, all_to_all_async, wait_for
-from lockstep.containers import in_chunks
 from lockstep.parallel.flat import view_like
-from lockstep.torch_internals import foreach_add_, foreach_copy_, foreach_zero_
 
 T = TypeVar("T")
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lockstep.accelerator import widest_dtype
+from lockstep.base.accelerator import widest_dtype
+from lockstep.base.torch_internals import BatchNorm, LazyNorm, check_batch_norm_input, has_kernel, submodules
 from lockstep.comm.collectives import Group, all_gather, all_reduce, group_or_default, is_initialized
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
 from lockstep.parallel.compile import keep_out_of_graphs
-from lockstep.torch_internals import BatchNorm, LazyNorm, check_batch_norm_input, has_kernel, submodules
 
 # torch's own class, even after ``adopt()`` has replaced it by ours.
 TorchSyncBatchNorm = nn.SyncBatchNorm

@@ -61,7 +61,7 @@ def check_numbers(devices: int, **others: int | None) -> None:
     Raises:
         ConfigurationError: A number is not allowed; says which are.
     """
-    from lockstep.accelerator import check_count  # torch, see above
+    from lockstep.base.accelerator import check_count  # torch, see above
 
     for name, value in {"devices": devices, **others}.items():
         if value is not None and value < 1:

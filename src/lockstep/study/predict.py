@@ -16,11 +16,11 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 from torch import Tensor, nn
 
-from lockstep.accelerator import mark_on
+from lockstep.base.accelerator import mark_on
+from lockstep.base.env import machine_timeout_s, usable_cores
 from lockstep.comm.collectives import all_reduce
 from lockstep.comm.network import sent_to
 from lockstep.comm.world import World
-from lockstep.env import machine_timeout_s, usable_cores
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.ddp.bucket_events import Event
 from lockstep.parallel.ddp.buckets import Bucket, ParameterSpec, plan_buckets

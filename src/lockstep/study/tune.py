@@ -17,7 +17,7 @@ import torch
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from lockstep.accelerator import default_device
+from lockstep.base.accelerator import default_device
 from lockstep.comm.collectives import broadcast_object
 from lockstep.comm.world import World
 from lockstep.errors import ConfigurationError, LockstepError

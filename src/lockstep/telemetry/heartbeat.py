@@ -2,7 +2,7 @@
 
 Uses only the standard library, to keep the start of scripts fast. Nothing of the program is wrapped: the thread reads
 the Python frames of the main thread, the number of calls that torch's process groups count, the state that the engines
-write into `lockstep.activity`, and torch's record of collectives (the flight recorder).
+write into `lockstep.base.activity`, and torch's record of collectives (the flight recorder).
 """
 
 import atexit
@@ -23,8 +23,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from lockstep import activity
-from lockstep.rank_files import HEARTBEAT, STACKS, STEP, rank_file, rename_rank, replace_file
+from lockstep.base import activity
+from lockstep.base.rank_files import HEARTBEAT, STACKS, STEP, rank_file, rename_rank, replace_file
 from lockstep.telemetry.rank_state import format_bytes, process_state
 
 # The signal at which a rank writes its stacks; programs may use SIGUSR1 and SIGUSR2.
@@ -36,7 +36,7 @@ _MEMORY_PERIOD_S = 2.0
 _NUM_FRAMES = 120
 # After this share of the patience at one place, a rank reads which collective torch recorded last.
 _RECORDED_AFTER = 0.5
-# What a heartbeat has of `lockstep.activity.now`.
+# What a heartbeat has of `lockstep.base.activity.now`.
 _REPORTED = ("step", "phase", "num_steps", "collective", "failure")
 # No program trains alone for so many steps before it joins a process group.
 _SURE_STEPS = 100
@@ -56,7 +56,7 @@ def imported(name: str) -> Any:
 
 def internals() -> Any:
     """Return the module of torch's private names once the program has imported torch, or None."""
-    return imported("torch") and importlib.import_module("lockstep.torch_internals")
+    return imported("torch") and importlib.import_module("lockstep.base.torch_internals")
 
 
 # --- the files --------------------------------------------------------------------------------------------------------

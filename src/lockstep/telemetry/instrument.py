@@ -23,7 +23,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
-from lockstep import torch_internals
+from lockstep.base import torch_internals
 
 Listener = Callable[..., object]
 Fail = Callable[[Exception], None]

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep.activity import CLOSE, DEVICE
-from lockstep.rank_files import Progress
+from lockstep.base.activity import CLOSE, DEVICE
+from lockstep.base.rank_files import Progress
 
 # --- activity of a rank whose main thread stays at one place ----------------------------------------------------------
 
@@ -141,7 +141,7 @@ _PACKAGE = f"{_ABOVE}lockstep{os.sep}"
 _LIBRARIES = ("site-packages", "dist-packages", "<frozen", f"{os.sep}lockstep{os.sep}launcher{os.sep}")
 # Parts of this package that are named if no line of the script is on the stack.
 _KNOWN = (f"{_PACKAGE}train{os.sep}", f"{_PACKAGE}data{os.sep}", f"{_PACKAGE}parallel{os.sep}")
-# Files with functions that a script calls; our own collectives mark their waits, see `lockstep.activity.waiting`.
+# Files with functions that a script calls; our own collectives mark their waits, see `lockstep.base.activity.waiting`.
 _COLLECTIVE_FILES = ("torch/distributed/distributed_c10d.py", "lockstep/comm/world.py")
 _NOT_CALLED = ("_", "wrapper")
 _WAITS = (".wait(", ".synchronize(")

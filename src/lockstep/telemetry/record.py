@@ -21,9 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep.activity import log, one_line
+from lockstep.base.activity import log, one_line
+from lockstep.base.record_files import hide_secrets, open_record
 from lockstep.errors import ConfigurationError
-from lockstep.record_files import hide_secrets, open_record
 from lockstep.telemetry.step_times import PHASES, Mark, StepMarks, StepTimes, combine, mean_of_known, seconds_between
 
 # A line of the file, or an entry of ``run.json``.

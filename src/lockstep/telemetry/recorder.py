@@ -30,14 +30,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep import activity
-from lockstep.accelerator import mark_on, start_thread, synchronize
+from lockstep.base import activity
+from lockstep.base.accelerator import mark_on, start_thread, synchronize
+from lockstep.base.rank_files import RecoveryReport, read_object, replace_file
+from lockstep.base.record_files import keep_rest_aside
 from lockstep.comm.collectives import Group, all_gather_object, device_for, is_initialized
 from lockstep.comm.rendezvous import JOINS
 from lockstep.comm.store import StatusKeys
 from lockstep.errors import ConfigurationError
-from lockstep.rank_files import RecoveryReport, read_object, replace_file
-from lockstep.record_files import keep_rest_aside
 from lockstep.telemetry import ranges, record
 from lockstep.telemetry.figures import RANK_METRICS, RankFigures, Snapshot, with_waits
 from lockstep.telemetry.record import Downsampler, Event, Line, StepLine, Timeline, guarded, num_restarts

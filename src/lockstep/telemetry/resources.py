@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 import torch
 
+from lockstep.base.env import RankEnv, read_groups, throttled_s
 from lockstep.comm.network import Sent, sent_to
-from lockstep.env import RankEnv, read_groups, throttled_s
 from lockstep.telemetry.cost import Usage
 from lockstep.telemetry.rank_state import format_bytes, process_tree
 

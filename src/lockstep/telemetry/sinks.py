@@ -16,9 +16,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, final
 
-from lockstep.activity import in_time, one_line
+from lockstep.base.activity import in_time, one_line
+from lockstep.base.rank_files import read_object, replace_file
 from lockstep.errors import ConfigurationError
-from lockstep.rank_files import read_object, replace_file
 from lockstep.telemetry import figures
 from lockstep.telemetry.figures import Snapshot
 from lockstep.telemetry.record import Event, config_of, guarded, how_called

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from statistics import fmean
 from typing import Any
 
-from lockstep.activity import core_wait_s
+from lockstep.base.activity import core_wait_s
 
 # --- the parts of a step ----------------------------------------------------------------------------------------------
 
@@ -230,7 +230,7 @@ class StepMarks:
         learning_rate: Of the first parameter group.
         reductions: One for each synchronised backward, of an engine that measures its waiting.
         exposed_s: For any other engine, how long backward waited for communication; None if unknown.
-        core_uses: For each span, `lockstep.activity.core_use` of the training thread at its beginning and at its end.
+        core_uses: For each span, `activity.core_use` of the training thread at its beginning and at its end.
         copies: Begin and end of copies to the device, which run in parallel to other work.
         unseen: Phases that could not be observed; null in the record.
         has_timeline: Whether each span and bucket is recorded; see `lockstep.telemetry.recorder.has_timeline`.

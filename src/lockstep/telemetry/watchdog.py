@@ -22,10 +22,10 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep.activity import DEVICE, REJOIN, format_ranks
+from lockstep.base.activity import DEVICE, REJOIN, format_ranks
+from lockstep.base.rank_files import HEARTBEAT, STACKS, files_by_rank, rank_file, read_object
 from lockstep.comm.rendezvous import poll_until
 from lockstep.comm.store import InterNodeStore
-from lockstep.rank_files import HEARTBEAT, STACKS, files_by_rank, rank_file, read_object
 from lockstep.telemetry import rank_state
 from lockstep.telemetry.heartbeat import STACKS_SIGNAL
 from lockstep.telemetry.rank_state import COMPUTES, DEBUGGED, ENDED, STOPPED, WAKES_UP, RankState

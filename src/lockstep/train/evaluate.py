@@ -17,16 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, Subset
 
-from lockstep.accelerator import default_device, widest_dtype
+from lockstep.base.accelerator import default_device, widest_dtype
+from lockstep.base.containers import map_tensors
+from lockstep.base.torch_internals import averaged_states
 from lockstep.comm.collectives import Group, broadcast_coalesced, gather_states
-from lockstep.containers import map_tensors
 from lockstep.data.comparison import check_same_samples, checksum
 from lockstep.data.loader import BadSample, LoadOptions, MicroBatch, Request, load, to_device
 from lockstep.data.order import BatchSplit, Purpose, mix, seed_cpu, seed_device
 from lockstep.data.stream import StreamOrder
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.reduction_tree import ReductionTree
-from lockstep.torch_internals import averaged_states
 from lockstep.train.settings import Settings
 from lockstep.train.skipping import BadSamples, BufferSnapshot
 from lockstep.train.step_parts import Objective, autocast

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 import torch
 from torch import Tensor
 
-from lockstep.accelerator import is_on_meta
+from lockstep.base.accelerator import is_on_meta
+from lockstep.base.env import Launcher, RankEnv
 from lockstep.comm.collectives import is_initialized
 from lockstep.comm.fully_shard import whole
 from lockstep.comm.world import World, init
 from lockstep.data.loader import explaining_worker_failures
 from lockstep.data.stream import Stateful
-from lockstep.env import Launcher, RankEnv
 from lockstep.errors import ConfigurationError
 from lockstep.telemetry.heartbeat import end_stopped_children
 from lockstep.train.callbacks import RunView

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from lockstep.accelerator import check_count
+from lockstep.base.accelerator import check_count
+from lockstep.base.containers import find_tensors, map_tensors
+from lockstep.base.env import Launcher, RankEnv
 from lockstep.comm.collectives import gather_states, is_initialized
 from lockstep.comm.fully_shard import whole
 from lockstep.comm.world import World, init
-from lockstep.containers import find_tensors, map_tensors
 from lockstep.data.loader import LoadOptions, MicroBatch, explaining_worker_failures
 from lockstep.data.order import BatchSplit
-from lockstep.env import Launcher, RankEnv
 from lockstep.errors import ConfigurationError
 from lockstep.train.checkpoints.model_state import load_state_dict, plain_names
 from lockstep.train.evaluate import Evaluator, Inference

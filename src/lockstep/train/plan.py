@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from lockstep.accelerator import check_count
+from lockstep.base.accelerator import check_count
 from lockstep.comm.world import World
 from lockstep.data.order import BatchSplit, GlobalOrder, ShardOrder
 from lockstep.data.shards import HasShardOrder

@@ -7,11 +7,11 @@ from tempfile import TemporaryFile
 
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
+from lockstep.base.torch_internals import profile_all_threads
 from lockstep.comm.world import World
 from lockstep.parallel.consistency import check_arguments_agree
 from lockstep.telemetry import ranges
 from lockstep.telemetry.record import EventName
-from lockstep.torch_internals import profile_all_threads
 from lockstep.train.plan import PER_PROCESS
 from lockstep.train.settings import FitSettings
 

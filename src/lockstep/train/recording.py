@@ -12,8 +12,8 @@ from typing import Any, final
 
 import torch
 
-from lockstep.accelerator import HostCopy, synchronize
-from lockstep.activity import one_line
+from lockstep.base.accelerator import HostCopy, synchronize
+from lockstep.base.activity import one_line
 from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.world import World
 from lockstep.data.loader import Copy

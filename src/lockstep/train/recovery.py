@@ -43,8 +43,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.swa_utils import AveragedModel
 
-from lockstep import activity
-from lockstep.accelerator import synchronize
+from lockstep.base import activity
+from lockstep.base.accelerator import synchronize
+from lockstep.base.containers import map_tensors
+from lockstep.base.rank_files import Arrival, Generation, RecoveryReport, launcher_folder, withdraw_recovery
+from lockstep.base.torch_internals import version_of
 from lockstep.comm.collectives import (
     Group,
     all_gather_object,
@@ -57,7 +60,6 @@ from lockstep.comm.collectives import (
 )
 from lockstep.comm.generations import Membership
 from lockstep.comm.world import World
-from lockstep.containers import map_tensors
 from lockstep.data.loader import BadSample
 from lockstep.data.stream import Stateful
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError, tells_of_others
@@ -67,10 +69,8 @@ from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 from lockstep.parallel.local_sgd import LocalSGD
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
 from lockstep.parallel.zero.partition import options_of
-from lockstep.rank_files import Arrival, Generation, RecoveryReport, launcher_folder, withdraw_recovery
 from lockstep.telemetry.heartbeat import num_calls
 from lockstep.telemetry.recorder import Place, end_recoveries, num_recorded, record_recovery
-from lockstep.torch_internals import version_of
 from lockstep.train.evaluate import Evaluation
 from lockstep.train.skipping import BufferSnapshot, NonFiniteStep, Origin
 

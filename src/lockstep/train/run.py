@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep import activity
+from lockstep.base import activity
 from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.world import World
 from lockstep.data.comparison import check_same_data

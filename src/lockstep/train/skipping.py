@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.activity import format_ranks
+from lockstep.base.activity import format_ranks
+from lockstep.base.containers import find_tensors
 from lockstep.comm.collectives import Group, all_gather_object, all_reduce
 from lockstep.comm.fully_shard import local_part, own_class
-from lockstep.containers import find_tensors
 from lockstep.data.loader import BadSample, MicroBatch, stop_error
 from lockstep.data.order import BatchSplit
 from lockstep.errors import ConfigurationError, DataError, NonFiniteGradient

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from lockstep import rank_files
+from lockstep.base import rank_files
 from lockstep.errors import RESUME_EXIT_CODE, exit_code_after
 
 # Maximum delay between a signal and the launcher's request.
@@ -34,7 +34,7 @@ class StopSignals:
     ignore Ctrl-C.
 
     [Note: signals in a rank]
-    Our launcher turns a signal into a request in a file (`lockstep.rank_files`). So a signal that a rank gets itself
+    Our launcher turns a signal into a request in a file (`base/rank_files.py`). So a signal that a rank gets itself
     can mean two things. Either the signal was sent to all processes, as SLURM does: then there is a request, or will be
     soon. Or the launcher ends this rank, because another one failed or the time is up: then the rank has to end at
     once, even while it waits in native code, where Python runs no handlers. So a thread checks each signal, which the

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
-from lockstep import activity
-from lockstep.accelerator import HostCopy, synchronize, widest_dtype
+from lockstep.base import activity
+from lockstep.base.accelerator import HostCopy, synchronize, widest_dtype
 from lockstep.comm.collectives import Group, all_gather_object, all_reduce
 from lockstep.comm.world import World
 from lockstep.data.comparison import check_same_samples

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep import activity
+from lockstep.base import activity
+from lockstep.base.rank_files import RUN_DIR, Generation
 from lockstep.comm import generations
 from lockstep.comm.rendezvous import JOINS, Rendezvous
 from lockstep.errors import CollectiveError
-from lockstep.rank_files import RUN_DIR, Generation
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lockstep.base.torch_internals import restart_group_names
 from lockstep.comm.process import single_process_view, wait_for_sleep
-from lockstep.torch_internals import restart_group_names
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 

@@ -14,10 +14,10 @@ import pytest
 import torch.distributed as dist
 
 import lockstep
-from lockstep import rank_files
+from lockstep.base import rank_files
+from lockstep.base.env import AGENT_STORE, LAUNCHER_STORE, Launcher, RankEnv
 from lockstep.comm import rendezvous
 from lockstep.comm.rendezvous import Participant, check_membership, join_rendezvous, meet, meeting_place
-from lockstep.env import AGENT_STORE, LAUNCHER_STORE, Launcher, RankEnv
 from lockstep.errors import ConfigurationError, WorldSizeMismatch
 
 

@@ -5,11 +5,11 @@ from datetime import timedelta
 import pytest
 import torch
 
-from lockstep import accelerator
+from lockstep.base import accelerator
+from lockstep.base.env import Launcher, RankEnv
 from lockstep.comm import world
 from lockstep.comm.rendezvous import Rendezvous
 from lockstep.comm.world import choose_backend, choose_device
-from lockstep.env import Launcher, RankEnv
 from lockstep.errors import ConfigurationError
 
 ADVICE = (

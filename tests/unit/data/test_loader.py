@@ -20,7 +20,8 @@ import torch
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 import lockstep
-from lockstep.containers import map_tensors
+from lockstep.base.containers import map_tensors
+from lockstep.base.env import check_socket_folder
 from lockstep.data import TokenFiles
 from lockstep.data.loader import (
     LoadOptions,
@@ -34,7 +35,6 @@ from lockstep.data.loader import (
     train_requests,
 )
 from lockstep.data.order import BatchSplit, GlobalOrder
-from lockstep.env import check_socket_folder
 from lockstep.errors import ConfigurationError, LoaderDied
 from tests.training import make_task, samples
 from tests.unit.parallel.test_module_io import KINDS, assert_alike, value_in

@@ -14,7 +14,7 @@ from lockstep.launcher.command import run
 @pytest.fixture
 def cores(monkeypatch):
     def pretend(logical, physical):
-        monkeypatch.setattr("lockstep.env.cpu_quota", lambda: None)
+        monkeypatch.setattr("lockstep.base.env.cpu_quota", lambda: None)
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(logical)), raising=False)
         monkeypatch.setattr(psutil, "cpu_count", lambda logical: physical)
 
@@ -87,7 +87,7 @@ def test_cores_are_those_that_this_process_may_use(cores):
 def test_cores_are_those_that_the_container_may_use(cores, monkeypatch):
     cores(16, 16)
     for quota, expected in ((2.5, 2), (0.5, 1), (None, 16)):
-        monkeypatch.setattr("lockstep.env.cpu_quota", lambda quota=quota: quota)
+        monkeypatch.setattr("lockstep.base.env.cpu_quota", lambda quota=quota: quota)
         assert num_cores() == expected
 
 

@@ -12,7 +12,8 @@ from functools import partial
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from lockstep import activity, rank_files
+from lockstep.base import activity, rank_files
+from lockstep.base.rank_files import ENDED, RUN_DIR, FailureRecord
 from lockstep.comm.collectives import wait_for
 from lockstep.errors import RankFailed
 from lockstep.launcher import bootstrap
@@ -30,7 +31,6 @@ from lockstep.launcher.failure_report import (
     restart_report,
     tidy_crash,
 )
-from lockstep.rank_files import ENDED, RUN_DIR, FailureRecord
 from lockstep.telemetry.resources import Resources
 
 GONE = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"

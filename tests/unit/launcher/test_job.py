@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.launcher.api import LaunchConfig
 
-from lockstep import rank_files
+from lockstep.base import rank_files
 from lockstep.errors import Stopped, exit_code_after
 from lockstep.launcher.fork_server import signal_handlers
 from lockstep.launcher.job import Job

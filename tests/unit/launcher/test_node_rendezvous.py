@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.launcher.api import LaunchConfig
 
-from lockstep import rank_files
+from lockstep.base import rank_files
 from lockstep.comm.store import USE_LIBUV
 from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.launcher import node_rendezvous

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
+from lockstep.base.rank_files import TerminalRegion, erase_rows, rank_file
 from lockstep.errors import ConfigurationError
 from lockstep.launcher.output import HOLD_S, LogDeduplicator, LogSettings, LogTail
-from lockstep.rank_files import TerminalRegion, erase_rows, rank_file
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import types
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousGracefulExitError
 
-from lockstep import rank_files
+from lockstep.base import rank_files
 from lockstep.comm.rendezvous import poll_until
 from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.launcher import quorum

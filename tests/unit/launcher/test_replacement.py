@@ -4,10 +4,10 @@ import os
 
 import pytest
 
-from lockstep import rank_files
+from lockstep.base import rank_files
+from lockstep.base.rank_files import FailureRecord, Generation, RecoveryReport
 from lockstep.launcher.failure_report import RankExit
 from lockstep.launcher.replacement import RankReplacement
-from lockstep.rank_files import FailureRecord, Generation, RecoveryReport
 
 
 class Started:

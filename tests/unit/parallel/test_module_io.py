@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from lockstep.containers import find_tensors, hook_tensors
+from lockstep.base.containers import find_tensors, hook_tensors
 from lockstep.parallel.module_io import anchor_tensors, move_to
 
 # --- containers that the walk through batches, arguments and outputs must know, each with one tensor in it

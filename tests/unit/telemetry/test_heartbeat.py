@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from lockstep import torch_internals
+from lockstep.base import torch_internals
 from lockstep.telemetry.heartbeat import device_memory, uses_gpu
 
 GIB = 2**30

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import lockstep.train.trainer
-from lockstep import accelerator
-from lockstep.activity import DEVICE, format_ranks, name_of_bucket
+from lockstep.base import accelerator
+from lockstep.base.activity import DEVICE, format_ranks, name_of_bucket
 from lockstep.launcher.reaper import kill_sessions, start_time
 from lockstep.telemetry.rank_state import (
     COMPUTES,

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep import activity
-from lockstep.rank_files import HEARTBEAT, rank_file, read_object
+from lockstep.base import activity
+from lockstep.base.rank_files import HEARTBEAT, rank_file, read_object
 from lockstep.telemetry import watchdog as module
 from lockstep.telemetry.heartbeat import (
     STACKS_SIGNAL,

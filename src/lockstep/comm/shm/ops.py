@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep import activity
+from lockstep.base import activity
+from lockstep.base.torch_internals import indices_of, nnz, values_of
 from lockstep.comm.shm import communicator as c
 from lockstep.comm.shm.communicator import Kind
 from lockstep.comm.shm.segment import Segment, share_segment
 from lockstep.comm.shm.work import ENDED, OpQueue, ShmWork
 from lockstep.errors import CollectiveError, ConfigurationError
-from lockstep.torch_internals import indices_of, nnz, values_of
 
 # Calls a function of the C library with the group, the arguments and the timeout, and raises an error if it fails.
 NativeCall = Callable[..., None]

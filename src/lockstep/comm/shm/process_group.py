@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lockstep import activity
+from lockstep.base import activity
 from lockstep.comm.shm.arguments import CALLS, NEW_NAMES, bind, check
 from lockstep.comm.shm.communicator import MAX_RANKS, OK, WENT, Communicator, library
 from lockstep.comm.shm.ops import Pieces, ShmOps, contiguous, copy_back

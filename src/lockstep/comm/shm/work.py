@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lockstep import activity
+from lockstep.base import activity
 from lockstep.errors import CollectiveError
 
 STOP_TIMEOUT_S = 2.0

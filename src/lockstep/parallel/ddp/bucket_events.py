@@ -7,8 +7,8 @@ from typing import Any, Protocol
 import torch
 from torch.futures import Future
 
-from lockstep import activity
-from lockstep.accelerator import is_capturing, mark_on
+from lockstep.base import activity
+from lockstep.base.accelerator import is_capturing, mark_on
 from lockstep.parallel.ddp.buckets import Bucket
 from lockstep.telemetry.step_times import BucketMarks, Mark, Reduction
 

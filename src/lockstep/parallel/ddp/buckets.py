@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.futures import Future
 
-from lockstep import torch_internals
+from lockstep.base import torch_internals
 from lockstep.comm.collectives import Group, Pieces, all_gather_different, empty_buffer
 from lockstep.errors import LockstepError
 from lockstep.parallel.flat import ALIGNMENT_BYTES, cut_views, padded_numel

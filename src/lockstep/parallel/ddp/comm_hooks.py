@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.futures import Future
 from typing_extensions import override
 
-from lockstep.accelerator import upload, widest_dtype
+from lockstep.base.accelerator import upload, widest_dtype
 from lockstep.comm import collectives
 from lockstep.comm.collectives import Group, all_reduce, all_reduce_work, empty_buffer
 from lockstep.comm.network import wait_for_call

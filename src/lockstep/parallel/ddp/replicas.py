@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep.accelerator import HostCopy
+from lockstep.base.accelerator import HostCopy
+from lockstep.base.torch_internals import version_of
 from lockstep.comm.collectives import Group, all_gather_object
 from lockstep.parallel.consistency import fold, refuse_difference
 from lockstep.parallel.flat import gradient_of
-from lockstep.torch_internals import version_of
 
 # On a device, a digest is sent so many steps after it was taken: by then the host need not wait for it.
 _NUM_LATER = 5

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.base.torch_internals import DDP_IGNORED, own_buffers
 from lockstep.comm.collectives import Group, RepeatedBroadcast, backend_name, broadcast_coalesced, sums_sparse_tensors
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.consistency import check_models_agree
 from lockstep.parallel.ddp.buckets import DEFAULT_CAP_BYTES, FIRST_CAP_BYTES, MIB
 from lockstep.parallel.module_io import Registered
 from lockstep.parallel.sync_batchnorm import SyncBatchNorm, TorchSyncBatchNorm
-from lockstep.torch_internals import DDP_IGNORED, own_buffers
 
 # --- checks of the arguments, before anything is sent to another rank -------------------------------------------------
 

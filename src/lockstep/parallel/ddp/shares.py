@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from lockstep.containers import find_tensors, map_tensors
+from lockstep.base.containers import find_tensors, map_tensors
 from lockstep.errors import ConfigurationError
 
 

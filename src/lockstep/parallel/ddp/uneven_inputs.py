@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lockstep.base.torch_internals import queue_callback
 from lockstep.comm.collectives import Group, JoinHook, all_gather
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
 from lockstep.parallel.compile import keep_out_of_graphs
 from lockstep.parallel.ddp.weighting import Weights
 from lockstep.parallel.sync_batchnorm import Event, LayerPlace, SyncBatchNorm, TorchSyncBatchNorm, register_engine
-from lockstep.torch_internals import queue_callback
 
 _CONVERT = "Convert the model: model = lockstep.SyncBatchNorm.convert_sync_batchnorm(model)."
 

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.accelerator import HostCopy, is_capturing, upload, widest_dtype
+from lockstep.base.accelerator import HostCopy, is_capturing, upload, widest_dtype
+from lockstep.base.containers import grouped
+from lockstep.base.torch_internals import version_of
 from lockstep.comm.collectives import Group, all_reduce
-from lockstep.containers import grouped
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.ddp.buckets import Bucket, GradientScale
 from lockstep.parallel.ddp.shares import BatchPart
-from lockstep.torch_internals import version_of
 
 USUAL_UPDATES = 1  # the optimizer steps between two reductions
 NUM_UNREAD = 4  # the steps by which a host without weights and missing gradients may be ahead of its device

@@ -16,13 +16,13 @@ from torch.autograd.profiler import record_function
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.optim import Optimizer
 
-from lockstep import torch_internals
+from lockstep.base import torch_internals
+from lockstep.base.containers import find_tensors, hook_tensors
 from lockstep.comm import collectives
 from lockstep.comm.collectives import Group, Join, Joinable, JoinHook, default_group, group_or_default
 from lockstep.comm.fully_shard import is_sharded
 from lockstep.comm.process import keep_freed_memory
 from lockstep.comm.world import World
-from lockstep.containers import find_tensors, hook_tensors
 from lockstep.errors import ConfigurationError
 from lockstep.parallel import module_io
 from lockstep.parallel.compile import leave_all_uncompiled, leave_uncompiled

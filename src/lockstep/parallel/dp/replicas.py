@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from lockstep import torch_internals
-from lockstep.containers import in_chunks
+from lockstep.base import torch_internals
+from lockstep.base.containers import in_chunks
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.compile import is_compiled
 from lockstep.parallel.flat import flatten_like, view_like

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.base.torch_internals import ExceptionWrapper, default_device, has_modes
 from lockstep.comm.process import keep_freed_memory
 from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.parallel.dp.replicas import Replicas
 from lockstep.telemetry import ranges
-from lockstep.torch_internals import ExceptionWrapper, default_device, has_modes
 
 # Called with a replica and its shard; returns the loss, a tensor of one element.
 LossFunction = Callable[[nn.Module, Any], Tensor]

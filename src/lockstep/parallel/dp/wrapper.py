@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 from torch.nn.utils.rnn import PackedSequence
 
-from lockstep import torch_internals
-from lockstep.accelerator import VISIBLE_DEVICES
-from lockstep.containers import items_of, with_items
+from lockstep.base import torch_internals
+from lockstep.base.accelerator import VISIBLE_DEVICES
+from lockstep.base.containers import items_of, with_items
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.dp.replicas import Replicas, check_devices
 from lockstep.parallel.dp.threads import CallerModes, LossFunction, ReplicaEngine, Scale, as_listed, differentiate

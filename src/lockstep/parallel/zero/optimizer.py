@@ -37,10 +37,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lockstep.accelerator import widest_dtype
+from lockstep.base.accelerator import widest_dtype
+from lockstep.base.containers import find_tensors
+from lockstep.base.torch_internals import is_counted_step, optimizer_hooks
 from lockstep.comm import collectives
 from lockstep.comm.collectives import CommonMemory, Group, Join, Joinable, JoinHook
-from lockstep.containers import find_tensors
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
 from lockstep.parallel.compile import has_compiled, keep_out_of_graphs
 from lockstep.parallel.consistency import check_arguments_agree, check_models_agree
@@ -51,7 +52,6 @@ from lockstep.parallel.flat import combine_norms, list_norms, multiply_
 from lockstep.parallel.zero import partition
 from lockstep.parallel.zero.partition import Entries, FlatBuffer, Member, Read, ShardOptimizer, ShardRange, options_of
 from lockstep.parallel.zero.slices import Mode, ReduceScatterMean, find_reducer, find_reducer_on_all, quietly_read
-from lockstep.torch_internals import is_counted_step, optimizer_hooks
 
 
 class _State(defaultdict[Any, Any]):

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, jit, nn
 from torch.optim import Optimizer
 
+from lockstep.base.containers import grouped, in_chunks
+from lockstep.base.torch_internals import foreach_copy_, own_parameters, tree_leaves
 from lockstep.comm import collectives
 from lockstep.comm.collectives import CommonMemory, Group, Work, wait_for
-from lockstep.containers import grouped, in_chunks
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.compile import keep_out_of_graphs
 from lockstep.parallel.flat import ALIGNMENT_BYTES, cut_views, flatten_like, padded_numel, view_like
-from lockstep.torch_internals import foreach_copy_, own_parameters, tree_leaves
 
 # A limit, so that moving parameters to flat memory does not need twice their memory.
 _MAX_BUFFER_BYTES = 256 * 2**20

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from lockstep.accelerator import default_device, synchronize
+from lockstep.base.accelerator import default_device, synchronize
+from lockstep.base.torch_internals import BatchNorm, Dropout
 from lockstep.comm.collectives import all_reduce, broadcast_object
 from lockstep.comm.world import World
 from lockstep.data.loader import LoadOptions
@@ -29,7 +30,6 @@ from lockstep.study.compare.comparison import SINGLE, Candidate, Comparison, Mea
 from lockstep.telemetry.cost import Price
 from lockstep.telemetry.resources import UsageMeter
 from lockstep.telemetry.step_times import combine
-from lockstep.torch_internals import BatchNorm, Dropout
 from lockstep.train.plan import PER_PROCESS, check_batch
 from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.task import Task

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from lockstep.base.env import RankEnv
 from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.world import init
-from lockstep.env import RankEnv
 from lockstep.errors import EXIT_CODE, ConfigurationError, LockstepError
 from lockstep.launcher.api import num_cores
 from lockstep.study.common import grid

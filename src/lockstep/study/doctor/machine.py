@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import IterableDataset
 
-from lockstep import env
-from lockstep.activity import in_time, one_line
+from lockstep.base import env
+from lockstep.base.activity import in_time, one_line
+from lockstep.base.torch_internals import BatchNorm
 from lockstep.study.common import MIB, measure_busy_cores
 from lockstep.study.doctor.findings import NotChecked, Plan, Problem, Severity, check, cost, fix, listed, paste
 from lockstep.telemetry.rank_state import format_bytes
 from lockstep.telemetry.resources import free_and_total_bytes
-from lockstep.torch_internals import BatchNorm
 from lockstep.train.plan import plural
 from lockstep.train.task import Task, build_model, load_task
 

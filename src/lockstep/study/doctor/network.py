@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from lockstep.accelerator import default_device, nccl_version
-from lockstep.activity import in_time
+from lockstep.base.accelerator import default_device, nccl_version
+from lockstep.base.activity import in_time
+from lockstep.base.env import is_loopback
 from lockstep.comm.network import GLOO_INTERFACE
-from lockstep.env import is_loopback
 from lockstep.study.doctor.findings import Plan, Problem, Severity, check, cost, fix, listed, paste
 from lockstep.study.links import Link, cable_bytes, format_rate
 from lockstep.telemetry import provenance

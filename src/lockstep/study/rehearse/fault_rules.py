@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from lockstep.base.rank_files import read_object
 from lockstep.errors import ConfigurationError
-from lockstep.rank_files import read_object
 
 # Keys of a number with a fraction; a kind has at most one of them.
 _UNITS = ("ms", "seconds", "mbit")

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep import activity
+from lockstep.base import activity
+from lockstep.base.containers import find_tensors
+from lockstep.base.torch_internals import LoaderIters
 from lockstep.comm.fully_shard import is_sharded
-from lockstep.containers import find_tensors
 from lockstep.study.rehearse import fault_rules
 from lockstep.study.rehearse.fault_rules import Rule
 from lockstep.telemetry.instrument import Instrument
-from lockstep.torch_internals import LoaderIters
 from lockstep.train.trainer import Trainer
 
 

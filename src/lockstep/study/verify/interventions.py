@@ -22,14 +22,14 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import Dataset, IterableDataset
 
-from lockstep.accelerator import default_device
+from lockstep.base.accelerator import default_device
+from lockstep.base.containers import map_tensors
+from lockstep.base.torch_internals import BatchNorm, TorchDispatchMode, numpy_default, schema_of, tree_flatten
 from lockstep.comm.process import single_process_view
-from lockstep.containers import map_tensors
 from lockstep.data.order import Purpose, ShardOrder, mix, seed_cpu
 from lockstep.data.shards import HasShardOrder
 from lockstep.study.verify.fingerprint import DOUBLE, SINGLE, Fingerprint, Tolerance, fingerprint, fingerprint_model
 from lockstep.telemetry.instrument import Instrument
-from lockstep.torch_internals import BatchNorm, TorchDispatchMode, numpy_default, schema_of, tree_flatten
 from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.task import Loss, Task, call_optimizer, load_task
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from lockstep.base.containers import map_tensors
 from lockstep.comm.world import World
-from lockstep.containers import map_tensors
 from lockstep.data.order import BatchSplit, Purpose, mix, seed_cpu
 from lockstep.errors import ConfigurationError
 from lockstep.study.verify.fingerprint import StepTrace, Trace, fingerprint, fingerprint_model, read_rates

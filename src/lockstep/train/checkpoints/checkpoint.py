@@ -36,8 +36,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lockstep.accelerator import start_thread
-from lockstep.activity import settle
+from lockstep.base.accelerator import start_thread
+from lockstep.base.activity import settle
 from lockstep.comm.collectives import all_gather_object, broadcast_object, default_group, device_for, is_initialized
 from lockstep.comm.world import World
 from lockstep.data.sampler import DistributedSampler, LoaderPosition, position_of

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from lockstep.accelerator import recorded_event
+from lockstep.base.accelerator import recorded_event
 from lockstep.comm.collectives import Group, all_gather_object
 from lockstep.comm.fully_shard import is_sharded
 from lockstep.errors import CheckpointError

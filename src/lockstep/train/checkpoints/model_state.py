@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.base.torch_internals import ORIGINAL, submodules
 from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.fully_shard import is_sharded, local_chunk, whole
 from lockstep.errors import ConfigurationError
@@ -40,7 +41,6 @@ from lockstep.parallel.dp.wrapper import DataParallel
 from lockstep.parallel.flat import flatten_like, order_in_memory
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
 from lockstep.parallel.zero.partition import SCALARS, ShardRange
-from lockstep.torch_internals import ORIGINAL, submodules
 
 _WRAPPERS = (DataParallel, DistributedDataParallel, nn.DataParallel, nn.parallel.DistributedDataParallel)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lockstep.accelerator import check_float64
+from lockstep.base.accelerator import check_float64
 from lockstep.comm.collectives import Group, all_reduce, broadcast_coalesced
 from lockstep.comm.world import World
 from lockstep.data.loader import MicroBatch

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lockstep.accelerator import is_on_meta, mark_on
+from lockstep.base.accelerator import is_on_meta, mark_on
 from lockstep.comm import fully_shard
 from lockstep.comm.collectives import Group, reduces_on_its_own, split_group
 from lockstep.comm.world import World

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.containers import find_tensors
+from lockstep.base.containers import find_tensors
 from lockstep.study.verify.fingerprint import DOUBLE, HALF, SINGLE, StepTrace, Tolerance, Trace
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lockstep.base.torch_internals import describe_node
 from lockstep.comm.fully_shard import is_sharded
 from lockstep.errors import ConfigurationError
 from lockstep.study.verify.fingerprint import Fingerprint, ModelFingerprint, fingerprint, read_rates
@@ -19,7 +20,6 @@ from lockstep.study.verify.script.data_recorder import DataRecorder
 from lockstep.study.verify.script.draws import Draws
 from lockstep.study.verify.script.trace import ScriptStep
 from lockstep.telemetry.instrument import Instrument, in_backward
-from lockstep.torch_internals import describe_node
 from lockstep.train.checkpoints.model_state import unwrap
 
 # Attributes of every module.

@@ -16,7 +16,7 @@ device, even one that only drops the last reference to an event, is started by `
 
 [Note: waits of the host]
 A host that waits for its device may wait for another rank: with NCCL, a collective blocks a stream, and the host blocks
-only where it reads a result. So these waits are marked for the watchdog, see `lockstep.activity.DEVICE`.
+only where it reads a result. So these waits are marked for the watchdog, see `lockstep.base.activity.DEVICE`.
 """
 
 import ctypes
@@ -32,9 +32,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep import activity
+from lockstep.base import activity
+from lockstep.base.torch_internals import apply_to_tensors, has_compatible_shallow_copy_type
 from lockstep.errors import ConfigurationError
-from lockstep.torch_internals import apply_to_tensors, has_compatible_shallow_copy_type
 
 # By type of device, the variable that names those that a process may use; ROCm reads CUDA's, too.
 VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}

@@ -1,6 +1,6 @@
 """Records, which users share, are kept without secrets."""
 
-from lockstep.record_files import hide_secrets
+from lockstep.base.record_files import hide_secrets
 
 
 def test_command_lines_are_kept_without_secrets():

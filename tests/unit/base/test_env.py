@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from lockstep import env
-from lockstep.activity import core_use, core_wait_s
-from lockstep.env import (
+from lockstep.base import env
+from lockstep.base.activity import core_use, core_wait_s
+from lockstep.base.env import (
     Launcher,
     RankEnv,
     cpu_quota,
@@ -147,7 +147,7 @@ def test_a_task_that_srun_has_not_started_is_told_so():
         place = f"SLURM_JOB_ID={os.getpid()}", "SLURM_STEP_ID=0", f"SLURM_PROCID={rank}"
         return subprocess.Popen(["env", *place, *command], stderr=subprocess.PIPE, text=True)
 
-    check = sys.executable, "-c", "from lockstep.env import check_step; check_step()"
+    check = sys.executable, "-c", "from lockstep.base.env import check_step; check_step()"
     alone = task(0, *check)
     assert alone.communicate(timeout=60)[1].endswith(
         f"ConfigurationError: SLURM says that this process is task 0 of several of job {os.getpid()}, but no other "
@@ -294,7 +294,7 @@ def test_loopback(host, expected):
 
 def test_streams_that_are_closed_lead_nowhere(tmp_path):
     program = (
-        "import os, sys; from lockstep.env import open_closed_streams; open_closed_streams(); print('lost');"
+        "import os, sys; from lockstep.base.env import open_closed_streams; open_closed_streams(); print('lost');"
         "file = open('kept', 'w'); assert file.fileno() > 2 and os.get_inheritable(1);"
         "assert sys.stdout.fileno() == sys.__stdout__.fileno() == 1 and sys.stdin.read() == ''"
     )
