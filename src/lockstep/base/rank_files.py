@@ -5,13 +5,11 @@ renamed, or written in one piece. The folder is removed after the run: nothing i
 """
 
 import contextlib
-import fcntl
 import itertools
 import json
 import os
 import signal
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -367,71 +365,3 @@ def broken_generation(folder: Path) -> int:
         with contextlib.suppress(OSError):  # removed in this moment
             numbers.append(int(path.read_text(errors="replace")))
     return max(numbers)
-
-
-# The terminal: rank zero's live view and the launcher's lines share it.
-
-# The environment variable that names the launcher's terminal to the ranks; rank zero draws its live view there.
-TERMINAL = "LOCKSTEP_TERMINAL"
-
-_LOCK_S = 0.5
-
-
-def lock_file(file: int, wait_s: float) -> bool:
-    """Lock a file for this process; return whether nobody else has had the lock for so long."""
-    deadline = time.monotonic() + wait_s
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.005)
-        except OSError:  # a file system without locks
-            return True
-
-
-class TerminalRegion:
-    """The rows of the terminal that the live view occupies, shared by its two writers.
-
-    The cursor stays at the start of the row below the view, so a writer that is killed leaves a clean prompt. Before
-    the launcher prints, it erases the view; rank zero draws it again at its next refresh.
-
-    Args:
-        folder: The launcher's.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._file = open(folder / "terminal", "a+")  # noqa: SIM115 - stays open as long as the process
-
-    def close(self) -> None:
-        """Close the file."""
-        with contextlib.suppress(OSError):
-            self._file.close()
-
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[int]:
-        """Yield the number of rows of the view, locked against changes; -1 while a line is unfinished.
-
-        Blocks half a second at most: a rank that is stopped (SIGSTOP) during a refresh must not block the
-        launcher.
-        """
-        is_locked = lock_file(self._file.fileno(), _LOCK_S)
-        try:
-            self._file.seek(0)
-            yield int(self._file.read() or 0)
-        finally:
-            if is_locked:
-                fcntl.flock(self._file, fcntl.LOCK_UN)
-
-    def set_rows(self, rows: int) -> None:
-        """Set how many rows the view takes from now on; called inside `locked`."""
-        with contextlib.suppress(OSError):  # the disk is full
-            self._file.truncate(0)
-            print(rows, file=self._file, flush=True)
-
-
-def erase_rows(rows: int) -> str:
-    """Return the escape codes that erase this number of rows above the cursor, and move the cursor to the first."""
-    return f"\r\x1b[{rows}A\x1b[J" if rows > 0 else ""

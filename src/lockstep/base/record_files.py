@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep.base.rank_files import lock_file
+from lockstep.base.terminal import lock_file
 
 # How long to wait for the lock of a run that has just ended: its loader processes, which were forked with the file
 # open, notice within 5 s that their rank is gone.

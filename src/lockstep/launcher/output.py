@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.base.activity import format_ranks
-from lockstep.base.rank_files import TERMINAL, TerminalRegion, erase_rows, rank_file
+from lockstep.base.rank_files import rank_file
 from lockstep.base.record_files import open_locked
+from lockstep.base.terminal import TERMINAL, TerminalRegion, erase_rows
 from lockstep.errors import ConfigurationError
 
 STREAMS = ("stdout", "stderr")

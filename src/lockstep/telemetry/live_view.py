@@ -15,7 +15,8 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from lockstep.base.rank_files import TERMINAL, TerminalRegion, erase_rows, launcher_folder
+from lockstep.base.rank_files import launcher_folder
+from lockstep.base.terminal import TERMINAL, TerminalRegion, erase_rows
 from lockstep.telemetry.figures import RankFigures, Snapshot, shares
 from lockstep.telemetry.rank_state import format_bytes
 from lockstep.telemetry.record import Event

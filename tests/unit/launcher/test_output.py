@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from lockstep.base.rank_files import TerminalRegion, erase_rows, rank_file
+from lockstep.base.rank_files import rank_file
+from lockstep.base.terminal import TerminalRegion, erase_rows
 from lockstep.errors import ConfigurationError
 from lockstep.launcher.output import HOLD_S, LogDeduplicator, LogSettings, LogTail
 

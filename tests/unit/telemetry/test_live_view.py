@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from lockstep.base.rank_files import TerminalRegion
+from lockstep.base.terminal import TerminalRegion
 from lockstep.telemetry.figures import Snapshot
 from lockstep.telemetry.live_view import Display, OwnTerminal, bar, open_terminal, picture
 from lockstep.telemetry.record import Event
