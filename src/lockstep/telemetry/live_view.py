@@ -15,10 +15,10 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from lockstep.base.activity import format_bytes
 from lockstep.base.rank_files import launcher_folder
 from lockstep.base.terminal import TERMINAL, TerminalRegion, erase_rows
 from lockstep.telemetry.figures import RankFigures, Snapshot, shares
-from lockstep.telemetry.rank_state import format_bytes
 from lockstep.telemetry.record import Event
 from lockstep.telemetry.sinks import Subscriber
 from lockstep.telemetry.step_times import PARTS, milliseconds

@@ -10,12 +10,13 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.base.activity import CLOSE, DEVICE
+from lockstep.base.env import process_tree
 from lockstep.base.rank_files import Progress
 
 # --- activity of a rank whose main thread stays at one place ----------------------------------------------------------
@@ -102,26 +103,11 @@ def sample(pid: int, *, own_bytes: int) -> Sample:
     return Sample(at_s, sum(used_s), num_bytes, num_wakeups, pids, "".join(states))
 
 
-def process_tree(pid: int, *, of_all_threads: bool = True) -> Iterator[int]:
-    """Yield a process and its descendants; those started by main threads only are found faster."""
-    yield pid
-    task = Path(f"/proc/{pid}/task")
-    for path in task.glob("*/children") if of_all_threads else [task / str(pid) / "children"]:
-        with contextlib.suppress(OSError):
-            for child in path.read_text(errors="replace").split():
-                yield from process_tree(int(child), of_all_threads=of_all_threads)
-
-
 def _counted(path: str, names: str) -> int:
     """Return the sum of some numbers in a file of ``name: number`` lines; 0 if it cannot be read."""
     with contextlib.suppress(OSError):
         return sum(map(int, re.findall(rb"^(?:%b):\s*(\d+)$" % names.encode(), Path(path).read_bytes(), re.MULTILINE)))
     return 0
-
-
-def format_bytes(num_bytes: float) -> str:
-    """Return a size in GiB or MiB."""
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
 
 
 # --- the state by its heartbeat ---------------------------------------------------------------------------------------

@@ -16,10 +16,10 @@ from typing import Any
 import psutil
 import torch
 
-from lockstep.base.env import RankEnv, read_groups, throttled_s
+from lockstep.base.activity import format_bytes
+from lockstep.base.env import RankEnv, process_tree, read_groups, throttled_s
 from lockstep.comm.network import Sent, sent_to
 from lockstep.telemetry.cost import Usage
-from lockstep.telemetry.rank_state import format_bytes, process_tree
 
 # --- in the launcher: memory of this machine and its ranks, for the report of a rank that was killed ------------------
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.base.activity import DEVICE, REJOIN, format_ranks
+from lockstep.base.env import process_tree
 from lockstep.base.rank_files import HEARTBEAT, STACKS, files_by_rank, rank_file, read_object
 from lockstep.comm.rendezvous import poll_until
 from lockstep.comm.store import InterNodeStore
@@ -306,7 +307,7 @@ def keep_stacks(run_dir: Path, pids: Mapping[int, int]) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="lockstep-hang-"))
     for rank, pid in pids.items():
         # Processes that the rank has forked write to the file of the rank, so they are asked one after the other.
-        for proc in set(rank_state.process_tree(pid)):
+        for proc in set(process_tree(pid)):
             if text := _stacks_of(proc, rank_file(run_dir, STACKS, rank)):
                 with contextlib.suppress(OSError):  # the disk is full: the report matters more
                     (folder / f"rank-{rank}{f'-process-{proc}' * (proc != pid)}.txt").write_text(text, errors="replace")

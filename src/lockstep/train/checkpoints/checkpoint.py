@@ -37,7 +37,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lockstep.base.accelerator import start_thread
-from lockstep.base.activity import settle
+from lockstep.base.activity import format_bytes, settle
 from lockstep.comm.collectives import all_gather_object, broadcast_object, default_group, device_for, is_initialized
 from lockstep.comm.world import World
 from lockstep.data.sampler import DistributedSampler, LoaderPosition, position_of
@@ -46,7 +46,6 @@ from lockstep.errors import CheckpointError, ConfigurationError, LockstepError, 
 from lockstep.parallel.consistency import refuse_difference, replica_of
 from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 from lockstep.prepared import PreparedLoader
-from lockstep.telemetry.rank_state import format_bytes
 from lockstep.telemetry.record import num_restarts
 from lockstep.train.checkpoints import checkpoint_storage as storage
 from lockstep.train.checkpoints import model_state
