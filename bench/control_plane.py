@@ -64,16 +64,16 @@ from lockstep.base.env import Launcher, RankEnv
 from lockstep.comm import hierarchy, rendezvous, store, world
 from lockstep.comm.store import InterNodeStore, StatusKeys
 from lockstep.errors import WorldSizeMismatch
+from lockstep.health.heartbeat import Heartbeat
+from lockstep.health.rank_state import RankState
+from lockstep.health.watchdog import Verdict, Watchdog
 from lockstep.launcher.failure_report import NodeFailure, find_cause
 from lockstep.launcher.node_rendezvous import RendezvousPerRestart
 from lockstep.telemetry.figures import Snapshot
-from lockstep.telemetry.heartbeat import Heartbeat
-from lockstep.telemetry.rank_state import RankState
 from lockstep.telemetry.record import Event
 from lockstep.telemetry.recorder import Place, Recorder
 from lockstep.telemetry.resources import Resources
 from lockstep.telemetry.sinks import Subscriber
-from lockstep.telemetry.watchdog import Verdict, Watchdog
 
 SIZES, QUICK_SIZES = (64, 256, 1000), (16, 64)
 RANKS_A_MACHINE = 8

@@ -10,7 +10,7 @@ import tempfile
 import time
 
 import lockstep
-from lockstep.telemetry.heartbeat import Heartbeat
+from lockstep.health.heartbeat import Heartbeat
 
 WRITES = 500
 

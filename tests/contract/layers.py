@@ -9,6 +9,7 @@ LAYERS = [
     {"base"},
     {"comm"},
     {"telemetry"},
+    {"health"},
     {"parallel", "data", "launcher"},
     {"loop"},
     {"prepared"},

@@ -23,7 +23,7 @@ OTHERS = {
     # Of CPython: as ``python -m``; what the interpreter does at its end, of a rank that has failed.
     "launcher/bootstrap.py": {"_run_module_as_main", "_run_exitfuncs", "_shutdown"},
     "study/verify/causes.py": {"_value_"},  # documented, as are the next two
-    "telemetry/heartbeat.py": {"_current_exceptions", "_current_frames"},
+    "health/heartbeat.py": {"_current_exceptions", "_current_frames"},
 }
 """Private names of CPython; torch's are in one module."""
 

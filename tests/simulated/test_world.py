@@ -17,7 +17,7 @@ from lockstep.comm.collectives import cpu_group
 from lockstep.comm.network import cut_links
 from lockstep.comm.world import destroy_default_group, form_group
 from lockstep.errors import CollectiveError
-from lockstep.telemetry.heartbeat import recorded_call
+from lockstep.health.heartbeat import recorded_call
 from lockstep.train.recovery import exchange_state
 
 

@@ -32,6 +32,7 @@ from lockstep.base.rank_files import ERROR, RESULT, files_by_rank, rank_file
 from lockstep.comm.network import allow_open_files
 from lockstep.comm.store import InterNodeStore
 from lockstep.errors import CollectiveError, ConfigurationError, LaunchTimeout, LockstepError, RankFailed, Stopped
+from lockstep.health.watchdog import Watchdog
 from lockstep.launcher import bootstrap, failure_report
 from lockstep.launcher.agent import Agent, StoppedWhileRestarting
 from lockstep.launcher.fork_server import server_for
@@ -39,7 +40,6 @@ from lockstep.launcher.job import Job
 from lockstep.launcher.node_rendezvous import LOCAL_BACKEND
 from lockstep.launcher.output import LogSettings, LogTail
 from lockstep.launcher.reaper import Reaper
-from lockstep.telemetry.watchdog import Watchdog
 
 # How long ranks may wait for one that does nothing, by default.
 _PATIENCE_S = 60.0

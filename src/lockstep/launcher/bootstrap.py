@@ -34,7 +34,7 @@ from lockstep.base import activity
 from lockstep.base.rank_files import CRASH, ERROR, RESULT, RUN_DIR, SPARE, FailureRecord, keep_name, own_name, rank_file
 from lockstep.comm.shm import register_when_needed
 from lockstep.errors import RESUME_EXIT_CODE, LockstepError, is_of_signal_handler
-from lockstep.telemetry.heartbeat import Heartbeat, has_joined
+from lockstep.health.heartbeat import Heartbeat, has_joined
 
 # The environment variable with the functions that each rank calls before the program: a JSON list of
 # ["module:function", arguments]. The launcher does not know these functions: ``--adopt``, ``--monitor`` and ``lockstep

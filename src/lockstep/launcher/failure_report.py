@@ -18,8 +18,8 @@ from lockstep.base.rank_files import CRASH, ENDED, HEARTBEAT, FailureRecord, ran
 from lockstep.comm.rendezvous import poll_until
 from lockstep.comm.store import InterNodeStore
 from lockstep.errors import CALLED_ALONE, OF_COLLECTIVES, JobHangs, LockstepError, RankFailed, tells_of_others
-from lockstep.telemetry.heartbeat import read_step_counter
-from lockstep.telemetry.rank_state import user_frame
+from lockstep.health.heartbeat import read_step_counter
+from lockstep.health.rank_state import user_frame
 from lockstep.telemetry.resources import Resources, says_out_of_memory
 
 

@@ -15,13 +15,13 @@ from lockstep.base import rank_files
 from lockstep.base.activity import format_ranks, log
 from lockstep.comm.store import InterNodeStore
 from lockstep.errors import RESUME_EXIT_CODE, Stopped
+from lockstep.health.watchdog import Verdict
 from lockstep.launcher import failure_report
 from lockstep.launcher.fork_server import ForkServer, signal_handlers
 from lockstep.launcher.output import LogTail
 from lockstep.launcher.reaper import Reaper
 from lockstep.launcher.replacement import RankReplacement
 from lockstep.telemetry.resources import Resources
-from lockstep.telemetry.watchdog import Verdict
 
 # Why the job continues after a report of the watchdog.
 _CONTINUES = {

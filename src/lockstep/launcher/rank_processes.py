@@ -18,11 +18,11 @@ from torch.numa.binding import NumaOptions
 from lockstep.base import rank_files
 from lockstep.base.activity import log, one_line
 from lockstep.comm.rendezvous import JOINS
+from lockstep.health.rank_state import process_state
 from lockstep.launcher import failure_report
 from lockstep.launcher.job import Job
 from lockstep.launcher.reaper import kill_sessions
 from lockstep.launcher.replacement import NAME_OF_SPARE, visible_devices
-from lockstep.telemetry.rank_state import process_state
 
 # How long the record of a process's end may take to be written.
 _LATE_S = 0.1

@@ -22,7 +22,7 @@ from lockstep.comm.world import World, init
 from lockstep.data.loader import explaining_worker_failures
 from lockstep.data.stream import Stateful
 from lockstep.errors import ConfigurationError
-from lockstep.telemetry.heartbeat import end_stopped_children
+from lockstep.health.heartbeat import end_stopped_children
 from lockstep.train.callbacks import RunView
 from lockstep.train.checkpoints.model_state import load_state_dict, plain_names
 from lockstep.train.plan import PER_PROCESS, check_batch, check_task, num_devices

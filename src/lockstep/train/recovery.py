@@ -63,13 +63,13 @@ from lockstep.comm.world import World
 from lockstep.data.loader import BadSample
 from lockstep.data.stream import Stateful
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError, tells_of_others
+from lockstep.health.heartbeat import num_calls
 from lockstep.parallel.consistency import Buffers, Replica, checksum, refuse_difference, replica_of
 from lockstep.parallel.ddp.updates import call_before_updates
 from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 from lockstep.parallel.local_sgd import LocalSGD
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
 from lockstep.parallel.zero.partition import options_of
-from lockstep.telemetry.heartbeat import num_calls
 from lockstep.telemetry.recorder import Place, end_recoveries, num_recorded, record_recovery
 from lockstep.train.evaluate import Evaluation
 from lockstep.train.skipping import BufferSnapshot, NonFiniteStep, Origin

@@ -27,9 +27,9 @@ from lockstep.comm.fully_shard import local_part
 from lockstep.data.loader import MicroBatch
 from lockstep.data.order import Purpose, mix, seed_cpu, seed_device
 from lockstep.errors import ConfigurationError, OutOfMemory
+from lockstep.health.heartbeat import device_memory
 from lockstep.parallel.flat import are_finite, combine_norms, list_norms, multiply_
 from lockstep.parallel.zero.optimizer import norm_of_shards
-from lockstep.telemetry.heartbeat import device_memory
 from lockstep.telemetry.resources import says_out_of_memory
 from lockstep.train.checkpoints.model_state import plain_name, read_tensors
 from lockstep.train.settings import Precision, Scaling, Schedule

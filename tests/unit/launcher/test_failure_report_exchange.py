@@ -11,11 +11,11 @@ from torch.distributed import HashStore, PrefixStore
 
 from lockstep.comm import store as store_module
 from lockstep.comm.store import InterNodeStore
+from lockstep.health import watchdog
+from lockstep.health.rank_state import RankState
+from lockstep.health.watchdog import Judgement, SharedJudgement, Verdict
 from lockstep.launcher import failure_report
 from lockstep.launcher.failure_report import NodeFailure, find_cause
-from lockstep.telemetry import watchdog
-from lockstep.telemetry.rank_state import RankState
-from lockstep.telemetry.watchdog import Judgement, SharedJudgement, Verdict
 
 requests = Counter()
 

@@ -25,6 +25,7 @@ from lockstep.base.torch_internals import current_graph_task_id, in_backward_opt
 from lockstep.comm.collectives import Group, all_gather_object, all_reduce, cpu_group, in_backward_hooks, is_native
 from lockstep.comm.network import wait_for_call
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError, is_of_signal_handler, tells_of_others
+from lockstep.health.heartbeat import num_calls
 from lockstep.parallel.compile import keep_out_of_graphs
 from lockstep.parallel.ddp.bucket_events import Event, Observer
 from lockstep.parallel.ddp.buckets import Bucket, BucketSet
@@ -34,7 +35,6 @@ from lockstep.parallel.ddp.shares import Scaling
 from lockstep.parallel.ddp.updates import Updates, call_before_updates, leave_out_calls, refuse_outside, warn_if_idle
 from lockstep.parallel.ddp.weighting import Weights, check_weight
 from lockstep.telemetry import ranges
-from lockstep.telemetry.heartbeat import num_calls
 
 _NOTHING_LEARNED = (
     "The output of the model requires no gradient on any rank, so this step would train nothing.\nAll parameters that "

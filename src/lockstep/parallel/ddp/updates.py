@@ -13,11 +13,11 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lockstep.comm.collectives import Group, all_gather_object
 from lockstep.errors import ConfigurationError
+from lockstep.health.heartbeat import num_calls
 from lockstep.parallel.compile import keep_out_of_graphs
 from lockstep.parallel.ddp.buckets import BucketSet
 from lockstep.parallel.ddp.weighting import Weights, all_zero
 from lockstep.parallel.flat import gradient_of
-from lockstep.telemetry.heartbeat import num_calls
 
 # Called with the optimizer, and with what its closure has returned; None without a closure.
 BeforeUpdate = Callable[[Optimizer, Any], None]

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 
 from lockstep.base import torch_internals
-from lockstep.telemetry.heartbeat import device_memory, uses_gpu
+from lockstep.health.heartbeat import device_memory, uses_gpu
 
 GIB = 2**30
 

@@ -27,9 +27,9 @@ from lockstep.base.env import process_tree
 from lockstep.base.rank_files import HEARTBEAT, STACKS, files_by_rank, rank_file, read_object
 from lockstep.comm.rendezvous import poll_until
 from lockstep.comm.store import InterNodeStore
-from lockstep.telemetry import rank_state
-from lockstep.telemetry.heartbeat import STACKS_SIGNAL
-from lockstep.telemetry.rank_state import COMPUTES, DEBUGGED, ENDED, STOPPED, WAKES_UP, RankState
+from lockstep.health import rank_state
+from lockstep.health.heartbeat import STACKS_SIGNAL
+from lockstep.health.rank_state import COMPUTES, DEBUGGED, ENDED, STOPPED, WAKES_UP, RankState
 from lockstep.telemetry.resources import Resources
 
 # --- whether the job hangs --------------------------------------------------------------------------------------------

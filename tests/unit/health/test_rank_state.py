@@ -15,9 +15,9 @@ import lockstep.train.trainer
 from lockstep.base import accelerator
 from lockstep.base.activity import DEVICE, format_ranks, name_of_bucket
 from lockstep.base.env import process_tree
+from lockstep.health.rank_state import COMPUTES, STOPPED, Sample, sample, sign_of_life, state_of, waits_outside
+from lockstep.health.watchdog import Verdict, busy_workers, judge, keep_stacks, report
 from lockstep.launcher.reaper import kill_sessions, start_time
-from lockstep.telemetry.rank_state import COMPUTES, STOPPED, Sample, sample, sign_of_life, state_of, waits_outside
-from lockstep.telemetry.watchdog import Verdict, busy_workers, judge, keep_stacks, report
 
 C10D = "/x/site-packages/torch/distributed/distributed_c10d.py"
 FINE, EARLY, SUSPECT, HANGS = Verdict

@@ -14,16 +14,16 @@ import pytest
 
 from lockstep.base import activity
 from lockstep.base.rank_files import HEARTBEAT, rank_file, read_object
-from lockstep.telemetry import watchdog as module
-from lockstep.telemetry.heartbeat import (
+from lockstep.health import watchdog as module
+from lockstep.health.heartbeat import (
     STACKS_SIGNAL,
     Heartbeat,
     read_step_counter,
     recorded_call,
 )
-from lockstep.telemetry.rank_state import RankState
+from lockstep.health.rank_state import RankState
+from lockstep.health.watchdog import Judgement, Verdict, Watchdog
 from lockstep.telemetry.resources import Resources
-from lockstep.telemetry.watchdog import Judgement, Verdict, Watchdog
 
 
 def read_heartbeat(folder, rank):
@@ -70,7 +70,7 @@ def test_a_rank_that_cannot_write_its_heartbeat_has_none(tmp_path, heartbeat, mo
 
     heartbeat.write()
     assert read_heartbeat(tmp_path, 0)
-    monkeypatch.setattr("lockstep.telemetry.heartbeat.replace_file", fail)
+    monkeypatch.setattr("lockstep.health.heartbeat.replace_file", fail)
     heartbeat.write()
     assert read_heartbeat(tmp_path, 0) == {}
     monkeypatch.undo()
@@ -143,7 +143,7 @@ def test_connections_that_a_group_opens_later_are_probed_as_well(heartbeat, monk
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
     monkeypatch.setattr("lockstep.comm.network.set_keepalive", probe)
     for name, value in {"_process_groups": lambda: [group], "_PERIOD_S": 0.01, "_MEMORY_PERIOD_S": 0.02}.items():
-        monkeypatch.setattr(f"lockstep.telemetry.heartbeat.{name}", value)
+        monkeypatch.setattr(f"lockstep.health.heartbeat.{name}", value)
     thread = threading.Thread(target=heartbeat._run, daemon=True)
     thread.start()
     assert enough.wait(30.0)
@@ -246,7 +246,7 @@ def test_a_stopped_loader_process_does_not_keep_a_rank_from_ending(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import multiprocessing, os, signal, sys, time\n"
-        "from lockstep.telemetry.heartbeat import Heartbeat\n"
+        "from lockstep.health.heartbeat import Heartbeat\n"
         "Heartbeat(sys.argv[1], 0, patience_s=60.0).start()\n"
         "child = multiprocessing.get_context('fork').Process(target=time.sleep, args=(60,), daemon=True)\n"
         "child.start()\n"
@@ -263,7 +263,7 @@ def test_the_thread_has_ended_before_the_interpreter_goes(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import atexit, sys, threading\n"
-        "from lockstep.telemetry.heartbeat import Heartbeat\n"
+        "from lockstep.health.heartbeat import Heartbeat\n"
         "atexit.register(lambda: print(*(thread.name for thread in threading.enumerate())))\n"
         "Heartbeat(sys.argv[1], 0, patience_s=60.0).start()\n"
     )

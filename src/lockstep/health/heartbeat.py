@@ -26,7 +26,7 @@ from typing import Any
 from lockstep.base import activity
 from lockstep.base.activity import format_bytes
 from lockstep.base.rank_files import HEARTBEAT, STACKS, STEP, rank_file, rename_rank, replace_file
-from lockstep.telemetry.rank_state import process_state
+from lockstep.health.rank_state import process_state
 
 # The signal at which a rank writes its stacks; programs may use SIGUSR1 and SIGUSR2.
 STACKS_SIGNAL = signal.SIGRTMIN + 11
