@@ -28,7 +28,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import lockstep
-from lockstep.train.checkpoints.checkpoint import Checkpoints
+from lockstep.checkpoints.checkpoint import Checkpoints
 
 State = dict[str, Any]
 Save = Callable[[State, int], Callable[[], bool]]

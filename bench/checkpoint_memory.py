@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.train.checkpoints.checkpoint import Checkpoints
+from lockstep.checkpoints.checkpoint import Checkpoints
 from lockstep.train.settings import Settings
 from lockstep.train.trainer import Trainer
 
@@ -78,7 +78,7 @@ def make_trainer(mib: float, strategy: Any, world: lockstep.World, *, device: st
 def folder_of(place: str) -> Any:
     if "://" not in place:
         return Path(place)
-    from lockstep.train.checkpoints.object_store import place_of
+    from lockstep.checkpoints.object_store import place_of
 
     return place_of(place)
 
@@ -114,7 +114,7 @@ def export(mib: float, strategy: str, place: str, how: str) -> list[tuple[str, f
             if hasattr(trainer, "export"):
                 trainer.export(Path(folder) / "weights.safetensors", writes=world.is_rank_zero)
             else:  # before there was one
-                from lockstep.train.checkpoints.model_state import export_weights
+                from lockstep.checkpoints.model_state import export_weights
 
                 model = trainer.model
                 if world.is_rank_zero:

@@ -98,9 +98,9 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 def read_state(path):
     """Return the whole state in one checkpoint of a run, such as ``FitResult.checkpoint``, on the CPU."""
-    from lockstep.train.checkpoints import checkpoint_storage as storage
-    from lockstep.train.checkpoints.model_state import read_tensors
-    from lockstep.train.checkpoints.object_store import place_of
+    from lockstep.checkpoints import checkpoint_storage as storage
+    from lockstep.checkpoints.model_state import read_tensors
+    from lockstep.checkpoints.object_store import place_of
 
     path = place_of(path)
     manifest = storage.read_manifest(path)

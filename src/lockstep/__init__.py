@@ -12,6 +12,8 @@ from lockstep.comm.shm import register_when_needed
 
 if TYPE_CHECKING:
     from lockstep.adoption import adopt as adopt
+    from lockstep.checkpoints.checkpoint import load as load
+    from lockstep.checkpoints.checkpoint import save as save
     from lockstep.comm.world import World as World
     from lockstep.comm.world import init as init
     from lockstep.comm.world import seed as seed
@@ -32,8 +34,6 @@ if TYPE_CHECKING:
     from lockstep.study.tune import tune as tune
     from lockstep.study.verify.diagnose import verify as verify
     from lockstep.train.callbacks import EarlyStopping as EarlyStopping
-    from lockstep.train.checkpoints.checkpoint import load as load
-    from lockstep.train.checkpoints.checkpoint import save as save
     from lockstep.train.fit import fit as fit
     from lockstep.train.inference import evaluate as evaluate
     from lockstep.train.inference import predict as predict
@@ -62,7 +62,7 @@ _HOMES = {
     "study.report.run_page": ["report"],
     "study.tune": ["tune"],
     "study.verify.diagnose": ["verify"],
-    "train.checkpoints.checkpoint": ["load", "save"],
+    "checkpoints.checkpoint": ["load", "save"],
     "train.callbacks": ["EarlyStopping"],
     "train.fit": ["fit"],
     "train.inference": ["evaluate", "predict"],

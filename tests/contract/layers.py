@@ -11,6 +11,7 @@ LAYERS = [
     {"telemetry"},
     {"health"},
     {"parallel", "data", "launcher"},
+    {"checkpoints"},
     {"loop"},
     {"prepared"},
     {"train"},
@@ -25,7 +26,7 @@ RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 TORCH_DISTRIBUTED = {
     "comm": ["torch.distributed"],
     "base": ["torch.distributed"],
-    "train": ["torch.distributed.checkpoint"],
+    "checkpoints": ["torch.distributed.checkpoint"],
     "launcher": ["torch.distributed.run", "torch.distributed.launcher", "torch.distributed.elastic"],
 }
 """What each part may use of torch.distributed; parts that are not named may use nothing of it."""

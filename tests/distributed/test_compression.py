@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
+from lockstep.checkpoints.checkpoint import Checkpoints
 from lockstep.comm import hierarchy
 from lockstep.errors import CollectiveError, ConfigurationError
 from lockstep.parallel import compression
 from lockstep.parallel.compression import compressed_all_reduce
-from lockstep.train.checkpoints.checkpoint import Checkpoints
 from lockstep.train.settings import Settings
 from lockstep.train.trainer import Trainer
 from tests.models import FAMILIES, build, global_batch, share, soak

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 import lockstep
+from lockstep.checkpoints import checkpoint
+from lockstep.checkpoints.checkpoint import Checkpoints
+from lockstep.checkpoints.checkpoint_storage import read_manifest
 from lockstep.errors import CheckpointError, ConfigurationError
-from lockstep.train.checkpoints import checkpoint
-from lockstep.train.checkpoints.checkpoint import Checkpoints
-from lockstep.train.checkpoints.checkpoint_storage import read_manifest
 from tests.object_store import folder_store
 from tests.training import make_task, mean_loss, read_state, samples
 

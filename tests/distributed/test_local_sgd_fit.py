@@ -225,7 +225,7 @@ def test_resumed_by_other_numbers_of_ranks_and_strategies(ranks, tmp_path):
         return read_state(Path(folder) / "step-0000000006")
 
     def look(world, strategy):
-        from lockstep.train.checkpoints.checkpoint import Checkpoints
+        from lockstep.checkpoints.checkpoint import Checkpoints
 
         loop = trainer_of(world, TASK, strategy, steps=20, **({"sync_every": 4} if strategy == "diloco" else {}))
         with Checkpoints(Path(folder), world) as checkpoints:

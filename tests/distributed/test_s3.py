@@ -9,9 +9,9 @@ import time
 import pytest
 
 import lockstep
+from lockstep.checkpoints import object_store
+from lockstep.checkpoints.object_store import Lease, place_of
 from lockstep.errors import CheckpointError
-from lockstep.train.checkpoints import object_store
-from lockstep.train.checkpoints.object_store import Lease, place_of
 from tests.training import make_task, read_state
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]

@@ -15,10 +15,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
 import lockstep
+from lockstep.checkpoints import checkpoint
+from lockstep.checkpoints.checkpoint import Checkpoints
+from lockstep.checkpoints.object_store import place_of
 from lockstep.errors import CheckpointError, CollectiveError
-from lockstep.train.checkpoints import checkpoint
-from lockstep.train.checkpoints.checkpoint import Checkpoints
-from lockstep.train.checkpoints.object_store import place_of
 from lockstep.train.settings import Settings
 from lockstep.train.trainer import Trainer
 from tests.models import soak

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.train.checkpoints.checkpoint import Checkpoints
+from lockstep.checkpoints.checkpoint import Checkpoints
 from tests.training import read_state
 
 pytestmark = pytest.mark.timeout(120)

@@ -167,7 +167,7 @@ def _measure_steps(task: Task, settings: Settings, share: int, world: World, pro
             ready.append([seconds_between(begin, arrivals.get(parameter, end)) / whole_s for parameter in parameters])
         if saves and not profile.state_bytes:
             # Imported here, because it imports DCP, which takes a second.
-            from lockstep.train.checkpoints.checkpoint_storage import TreePacker, write_shard
+            from lockstep.checkpoints.checkpoint_storage import TreePacker, write_shard
 
             packer = TreePacker(trainer.state_dict(), is_coordinator=True)
             with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:

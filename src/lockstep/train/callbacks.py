@@ -9,11 +9,11 @@ from typing import Any, Protocol, final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.checkpoints.best import Monitor
+from lockstep.checkpoints.object_store import Place
 from lockstep.data.stream import Stateful
 from lockstep.errors import ConfigurationError
-from lockstep.train.checkpoints.object_store import Place
 from lockstep.train.evaluate import Evaluation
-from lockstep.train.settings import Monitor
 from lockstep.train.trainer import StepRecord
 
 

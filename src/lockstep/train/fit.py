@@ -16,6 +16,8 @@ from torch import Tensor
 
 from lockstep.base.accelerator import is_on_meta
 from lockstep.base.env import Launcher, RankEnv
+from lockstep.checkpoints.best import Monitor
+from lockstep.checkpoints.model_state import load_state_dict, plain_names
 from lockstep.comm.collectives import is_initialized
 from lockstep.comm.fully_shard import whole
 from lockstep.comm.world import World, init
@@ -24,17 +26,16 @@ from lockstep.data.stream import Stateful
 from lockstep.errors import ConfigurationError
 from lockstep.health.heartbeat import end_stopped_children
 from lockstep.train.callbacks import RunView
-from lockstep.train.checkpoints.model_state import load_state_dict, plain_names
 from lockstep.train.plan import PER_PROCESS, check_batch, check_task, num_devices
 from lockstep.train.profiling import profiled
 from lockstep.train.result import FitResult
 from lockstep.train.run import Run
-from lockstep.train.settings import FitSettings, Monitor, refusing_unknown, settings_of
+from lockstep.train.settings import FitSettings, refusing_unknown, settings_of
 from lockstep.train.stopping import StopSignals, exit_code_of
 from lockstep.train.task import Task, check_callbacks
 
 if TYPE_CHECKING:
-    from lockstep.train.checkpoints.checkpoint import Checkpoints
+    from lockstep.checkpoints.checkpoint import Checkpoints
 P = ParamSpec("P")
 
 
@@ -67,8 +68,8 @@ def _checkpoints(settings: FitSettings, world: World) -> contextlib.AbstractCont
     if settings.checkpoint is None:
         return contextlib.nullcontext()
     # Importing torch.distributed.checkpoint takes a second, so only runs with checkpoints do it.
-    from lockstep.train.checkpoints.checkpoint import Checkpoints
-    from lockstep.train.checkpoints.object_store import place_of
+    from lockstep.checkpoints.checkpoint import Checkpoints
+    from lockstep.checkpoints.object_store import place_of
 
     place, keep, blocking = place_of(settings.checkpoint), settings.keep or 2, settings.checkpoint_blocking
     fresh = settings.resume is False and not world.is_late

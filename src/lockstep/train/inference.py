@@ -16,13 +16,13 @@ from torch.utils.data import IterableDataset
 from lockstep.base.accelerator import check_count
 from lockstep.base.containers import find_tensors, map_tensors
 from lockstep.base.env import Launcher, RankEnv
+from lockstep.checkpoints.model_state import load_state_dict, plain_names
 from lockstep.comm.collectives import gather_states, is_initialized
 from lockstep.comm.fully_shard import whole
 from lockstep.comm.world import World, init
 from lockstep.data.loader import LoadOptions, MicroBatch, explaining_worker_failures
 from lockstep.data.order import BatchSplit
 from lockstep.errors import ConfigurationError
-from lockstep.train.checkpoints.model_state import load_state_dict, plain_names
 from lockstep.train.evaluate import Evaluator, Inference
 from lockstep.train.result import FitResult
 from lockstep.train.settings import Precision, Settings
@@ -179,7 +179,7 @@ def _inference(
                 raise ConfigurationError(f"{weights} does not exist.\nName a file that --export has written.")
             load_model(model, weights)
         else:
-            from lockstep.train.checkpoints.checkpoint import load
+            from lockstep.checkpoints.checkpoint import load
 
             step = load(weights, model=model, best=best).get("num_steps_done")
         size = settings.global_batch_size or task.global_batch_size

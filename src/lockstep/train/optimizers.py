@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lockstep.checkpoints.model_state import held_by
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.consistency import checksum
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
 from lockstep.parallel.zero.partition import in_eval_mode
-from lockstep.train.checkpoints.model_state import held_by
 from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.task import required_by
 

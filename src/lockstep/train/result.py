@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.checkpoints.model_state import load_state_dict, plain_names
 from lockstep.comm.fully_shard import whole
 from lockstep.data.loader import BadSample
 from lockstep.parallel.compile import has_compiled
-from lockstep.train.checkpoints.model_state import load_state_dict, plain_names
 from lockstep.train.evaluate import Evaluation
 from lockstep.train.skipping import NonFiniteStep
 from lockstep.train.trainer import StepRecord

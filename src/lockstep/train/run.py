@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.base import activity
+from lockstep.checkpoints.best import Monitor
+from lockstep.checkpoints.model_state import check_export
+from lockstep.checkpoints.object_store import place_of
 from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.world import World
 from lockstep.data.comparison import check_same_data
@@ -26,22 +29,20 @@ from lockstep.telemetry import live_view
 from lockstep.telemetry.figures import EVALUATION, StragglerReporter
 from lockstep.telemetry.record import EventName, kind_of
 from lockstep.train.callbacks import Callbacks, EarlyStopping, RunView
-from lockstep.train.checkpoints.model_state import check_export
-from lockstep.train.checkpoints.object_store import place_of
 from lockstep.train.evaluate import Evaluation, Evaluator, Inference
 from lockstep.train.plan import Plan, devices_of, plural
 from lockstep.train.profiling import AroundStep
 from lockstep.train.recording import RunRecord
 from lockstep.train.recovery import Recovery
 from lockstep.train.result import FitResult, Throughput
-from lockstep.train.settings import FitSettings, Monitor
+from lockstep.train.settings import FitSettings
 from lockstep.train.stopping import StopSignals, called, exit_code_of
 from lockstep.train.task import Task, build_dataset, prepare
 from lockstep.train.trainer import StepRecord, Trainer
 
 if TYPE_CHECKING:
-    from lockstep.train.checkpoints.checkpoint import Checkpoints
-    from lockstep.train.checkpoints.object_store import Place
+    from lockstep.checkpoints.checkpoint import Checkpoints
+    from lockstep.checkpoints.object_store import Place
 # Number of unreadable samples that are listed individually.
 _NUM_NAMED = 5
 

@@ -14,6 +14,7 @@ from functools import cache, wraps
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from lockstep.checkpoints.best import Monitor
 from lockstep.errors import ConfigurationError
 from lockstep.telemetry.cost import Price
 
@@ -122,45 +123,6 @@ def settings_of(cls: type) -> tuple[Setting, ...]:
         optional = kinds != members
         settings.append(Setting(declared.name, kind, optional, tuple(choices), declared.default, **declared.metadata))
     return tuple(settings)
-
-
-@dataclass(frozen=True)
-class Monitor:
-    """The metric by which evaluations are compared.
-
-    Attributes:
-        name: Of the metric.
-        sign: 1 if less is better, -1 if more is.
-    """
-
-    name: str
-    sign: int
-
-    @classmethod
-    def of(cls, spec: bool | str) -> Monitor:
-        """Read ``loss`` or ``accuracy:max``; True is the loss.
-
-        Raises:
-            ConfigurationError: It is none of these.
-        """
-        name, _, mode = ("loss" if isinstance(spec, bool) else spec).partition(":")
-        if not name or mode not in ("", "min", "max"):
-            raise ConfigurationError(
-                f"{spec!r} is not a metric.\nGive its name, such as loss, or accuracy:max if more of it is better."
-            )
-        return cls(name, -1 if mode == "max" else 1)
-
-    def score(self, metrics: Mapping[str, float]) -> float:
-        """Return what is less for a better evaluation; infinite for NaN.
-
-        Raises:
-            ConfigurationError: The metric is not in ``metrics``.
-        """
-        if self.name not in metrics:
-            names = ", ".join(metrics)
-            raise ConfigurationError(f"The evaluation has no metric {self.name!r}.\nName one of those it has: {names}.")
-        value = self.sign * metrics[self.name]
-        return math.inf if math.isnan(value) else value
 
 
 # --- names that do not exist ----------------------------------------------------------------------------------------

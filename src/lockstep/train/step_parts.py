@@ -22,6 +22,7 @@ from lockstep.base import activity
 from lockstep.base.accelerator import upload
 from lockstep.base.activity import format_bytes
 from lockstep.base.torch_internals import TorchDispatchMode, local_scalar_dense, mark_stepped, version_of
+from lockstep.checkpoints.model_state import plain_name, read_tensors
 from lockstep.comm.collectives import Group, all_reduce, all_reduce_work
 from lockstep.comm.fully_shard import local_part
 from lockstep.data.loader import MicroBatch
@@ -31,7 +32,6 @@ from lockstep.health.heartbeat import device_memory
 from lockstep.parallel.flat import are_finite, combine_norms, list_norms, multiply_
 from lockstep.parallel.zero.optimizer import norm_of_shards
 from lockstep.telemetry.resources import says_out_of_memory
-from lockstep.train.checkpoints.model_state import plain_name, read_tensors
 from lockstep.train.settings import Precision, Scaling, Schedule
 from lockstep.train.task import Loss, Task, required_by
 

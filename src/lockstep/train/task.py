@@ -22,11 +22,11 @@ from torch.utils.data import Dataset, IterableDataset
 from lockstep.base import activity
 from lockstep.base.accelerator import is_on_meta, move
 from lockstep.base.torch_internals import is_counted_step, reparametrize_module
+from lockstep.checkpoints.model_state import plain_name, unwrap
 from lockstep.comm.fully_shard import copy_part, own_class
 from lockstep.comm.world import World
 from lockstep.errors import ConfigurationError
 from lockstep.health.heartbeat import num_calls
-from lockstep.train.checkpoints.model_state import plain_name, unwrap
 from lockstep.train.settings import refusing_unknown
 from lockstep.train.task_file import TaskSpec, find_task, read_parameters, without_task
 

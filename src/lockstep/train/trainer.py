@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset
 
 from lockstep.base import activity
 from lockstep.base.accelerator import HostCopy, synchronize, widest_dtype
+from lockstep.checkpoints import model_state
 from lockstep.comm.collectives import Group, all_gather_object, all_reduce
 from lockstep.comm.world import World
 from lockstep.data.comparison import check_same_samples
@@ -34,7 +35,6 @@ from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
 from lockstep.telemetry.recorder import StepTimer
 from lockstep.telemetry.step_times import StepTimes
 from lockstep.train import optimizers, step_parts
-from lockstep.train.checkpoints import model_state
 from lockstep.train.plan import PER_PROCESS, VirtualShards, make_plan
 from lockstep.train.settings import Settings, StrategyName, check_engine
 from lockstep.train.skipping import BadSamples, Computed, NonFiniteGuard

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lockstep.base.accelerator import is_on_meta, mark_on
+from lockstep.checkpoints.model_state import load_state_dict, plain_names, read_tensors, unwrap
 from lockstep.comm import fully_shard
 from lockstep.comm.collectives import Group, reduces_on_its_own, split_group
 from lockstep.comm.world import World
@@ -33,7 +34,6 @@ from lockstep.parallel.local_sgd import DiLoCo, LocalSGD
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer, shard_optimizer
 from lockstep.telemetry.recorder import StepTimer
 from lockstep.telemetry.step_times import Mark
-from lockstep.train.checkpoints.model_state import load_state_dict, plain_names, read_tensors, unwrap
 from lockstep.train.plan import PER_PROCESS
 from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.step_parts import GradientList, GradScaler, LossModule, Objective, Part
@@ -547,7 +547,7 @@ class LocalSteps(Strategy):
             replica = {**own_state, "model": plain_names(unwrap(self._model).state_dict())}
             if own_state["rank"]:  # the optimizer of rank 0 is the checkpoint's ``optimizer``
                 replica["optimizer"] = optimizer.state_dict()["state"]
-        from lockstep.train.checkpoints.checkpoint_storage import states_of_ranks  # imports DCP, which takes a second
+        from lockstep.checkpoints.checkpoint_storage import states_of_ranks  # imports DCP, which takes a second
 
         everyone = states_of_ranks(replica, group=self.group, device=self._device)
         return {"model": self._outer_model_state(), "replicas": {**state, "own": everyone}}

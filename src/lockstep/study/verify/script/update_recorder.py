@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lockstep.base.torch_internals import describe_node
+from lockstep.checkpoints.model_state import unwrap
 from lockstep.comm.fully_shard import is_sharded
 from lockstep.errors import ConfigurationError
 from lockstep.study.verify.fingerprint import Fingerprint, ModelFingerprint, fingerprint, read_rates
@@ -20,7 +21,6 @@ from lockstep.study.verify.script.data_recorder import DataRecorder
 from lockstep.study.verify.script.draws import Draws
 from lockstep.study.verify.script.trace import ScriptStep
 from lockstep.telemetry.instrument import Instrument, in_backward
-from lockstep.train.checkpoints.model_state import unwrap
 
 # Attributes of every module.
 _OWN_ATTRIBUTES = frozenset(vars(nn.Module()))

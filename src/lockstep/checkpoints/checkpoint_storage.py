@@ -31,12 +31,12 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from lockstep.base.accelerator import recorded_event
+from lockstep.checkpoints import model_state
+from lockstep.checkpoints.model_state import SAFETENSORS_DTYPES, StoredTensor, TensorChunks
+from lockstep.checkpoints.object_store import ObjectPath, Place
 from lockstep.comm.collectives import Group, all_gather_object
 from lockstep.comm.fully_shard import is_sharded
 from lockstep.errors import CheckpointError
-from lockstep.train.checkpoints import model_state
-from lockstep.train.checkpoints.model_state import SAFETENSORS_DTYPES, StoredTensor, TensorChunks
-from lockstep.train.checkpoints.object_store import ObjectPath, Place
 
 MANIFEST = "manifest.json"
 FORMAT = "lockstep checkpoint 2"

@@ -12,22 +12,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
+from tests.unit.checkpoints.test_checkpoint_save_load import kill_everywhere
 
 import lockstep
-from lockstep.errors import CheckpointError
-from lockstep.train.checkpoints import checkpoint
-from lockstep.train.checkpoints.checkpoint import (
+from lockstep.checkpoints import checkpoint
+from lockstep.checkpoints.best import Monitor
+from lockstep.checkpoints.checkpoint import (
     Checkpoints,
     FoundCheckpoint,
     find_checkpoints,
     lock_folder,
 )
-from lockstep.train.checkpoints.checkpoint_storage import plan_slabs
-from lockstep.train.checkpoints.model_state import read_tensors, whole_file
-from lockstep.train.checkpoints.object_store import place_of
-from lockstep.train.settings import Monitor
+from lockstep.checkpoints.checkpoint_storage import plan_slabs
+from lockstep.checkpoints.model_state import read_tensors, whole_file
+from lockstep.checkpoints.object_store import place_of
+from lockstep.errors import CheckpointError
 from tests.training import read_state
-from tests.unit.train.checkpoints.test_checkpoint_save_load import kill_everywhere
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -429,7 +429,7 @@ def test_the_step_waits_for_the_copy_only_and_the_next_save_for_the_one_before(p
 
 def test_a_write_that_hangs_is_an_error_in_the_end(tmp_path, world, monkeypatch):
     go_on, _ = slow_commit(monkeypatch)
-    monkeypatch.setattr("lockstep.train.checkpoints.checkpoint.WRITE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("lockstep.checkpoints.checkpoint.WRITE_TIMEOUT_S", 0.2)
     with Checkpoints(tmp_path, world) as checkpoints:
         checkpoints.save(state_of(1), step=1)
         with pytest.raises(CheckpointError) as error:
@@ -461,7 +461,7 @@ def test_ranks_that_are_started_again_wait_for_the_folder(tmp_path, world, monke
 
 def test_a_folder_is_given_up_once_nothing_is_written_any_more(tmp_path, world, monkeypatch):
     go_on, made = slow_commit(monkeypatch)
-    monkeypatch.setattr("lockstep.train.checkpoints.checkpoint.CTRL_C_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("lockstep.checkpoints.checkpoint.CTRL_C_TIMEOUT_S", 1.0)
     with pytest.raises(KeyboardInterrupt), Checkpoints(tmp_path, world) as checkpoints:
         checkpoints.save(state_of(1), step=1)
         raise KeyboardInterrupt

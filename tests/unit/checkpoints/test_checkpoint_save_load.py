@@ -21,10 +21,10 @@ import torch
 from torch import nn
 
 import lockstep
+from lockstep.checkpoints import checkpoint
+from lockstep.checkpoints.checkpoint import lock_folder
+from lockstep.checkpoints.checkpoint_storage import FORMAT
 from lockstep.errors import CheckpointError
-from lockstep.train.checkpoints import checkpoint
-from lockstep.train.checkpoints.checkpoint import lock_folder
-from lockstep.train.checkpoints.checkpoint_storage import FORMAT
 
 # --- a process that ends in the middle of a save: nothing reaches the disk from some byte or operation on
 

@@ -38,6 +38,10 @@ from torch.utils.data import DataLoader
 
 from lockstep.base.accelerator import start_thread
 from lockstep.base.activity import format_bytes, settle
+from lockstep.checkpoints import checkpoint_storage as storage
+from lockstep.checkpoints import model_state
+from lockstep.checkpoints.best import Monitor
+from lockstep.checkpoints.object_store import Lease, ObjectPath, Place, place_of
 from lockstep.comm.collectives import all_gather_object, broadcast_object, default_group, device_for, is_initialized
 from lockstep.comm.world import World
 from lockstep.data.sampler import DistributedSampler, LoaderPosition, position_of
@@ -47,10 +51,6 @@ from lockstep.parallel.consistency import refuse_difference, replica_of
 from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 from lockstep.prepared import PreparedLoader
 from lockstep.telemetry.record import num_restarts
-from lockstep.train.checkpoints import checkpoint_storage as storage
-from lockstep.train.checkpoints import model_state
-from lockstep.train.checkpoints.object_store import Lease, ObjectPath, Place, place_of
-from lockstep.train.settings import Monitor
 
 # Time limit for writing a checkpoint.
 WRITE_TIMEOUT_S = 1800.0

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
+from tests.unit.checkpoints.test_checkpoint import load, names, save, state_of
+from tests.unit.checkpoints.test_checkpoint_save_load import Killed
 
 import lockstep
+from lockstep.checkpoints import checkpoint, object_store
+from lockstep.checkpoints.checkpoint import Checkpoints
+from lockstep.checkpoints.object_store import Lease, place_of
 from lockstep.errors import CheckpointError, ConfigurationError
-from lockstep.train.checkpoints import checkpoint, object_store
-from lockstep.train.checkpoints.checkpoint import Checkpoints
-from lockstep.train.checkpoints.object_store import Lease, place_of
 from lockstep.train.settings import FitSettings
 from tests.object_store import folder_store
-from tests.unit.train.checkpoints.test_checkpoint import load, names, save, state_of
-from tests.unit.train.checkpoints.test_checkpoint_save_load import Killed
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -146,7 +146,7 @@ def test_a_store_that_does_not_answer_is_no_damage(place, world, monkeypatch):
 
 
 def test_tensors_come_back_of_any_type_and_size(place, monkeypatch):
-    monkeypatch.setattr("lockstep.train.checkpoints.checkpoint_storage._READ_BYTES", 64)
+    monkeypatch.setattr("lockstep.checkpoints.checkpoint_storage._READ_BYTES", 64)
     dtypes = [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int8, torch.uint16, torch.bool]
     model = torch.nn.Linear(7, 11)
     state = {str(dtype): (torch.arange(60) % 2).view(3, 4, 5).to(dtype) for dtype in dtypes}

@@ -6,8 +6,8 @@ from safetensors import safe_open
 from safetensors.torch import load_model
 from torch import nn
 
+from lockstep.checkpoints.model_state import check_export, export_weights
 from lockstep.errors import ConfigurationError
-from lockstep.train.checkpoints.model_state import check_export, export_weights
 
 
 def tied():
