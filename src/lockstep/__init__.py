@@ -12,14 +12,14 @@ from lockstep.comm.shm import register_when_needed
 
 if TYPE_CHECKING:
     from lockstep.adoption import adopt as adopt
-    from lockstep.checkpoints.checkpoint import load as load
-    from lockstep.checkpoints.checkpoint import save as save
     from lockstep.comm.world import World as World
     from lockstep.comm.world import init as init
     from lockstep.comm.world import seed as seed
     from lockstep.data.sampler import DistributedSampler as DistributedSampler
     from lockstep.data.shards import ShardedDataset as ShardedDataset
     from lockstep.launcher.api import launch as launch
+    from lockstep.loop.saving import load as load
+    from lockstep.loop.saving import save as save
     from lockstep.observe.monitor import monitor as monitor
     from lockstep.parallel.ddp.reducer import backward as backward
     from lockstep.parallel.ddp.wrapper import DistributedDataParallel as DistributedDataParallel
@@ -62,7 +62,7 @@ _HOMES = {
     "study.report.run_page": ["report"],
     "study.tune": ["tune"],
     "study.verify.diagnose": ["verify"],
-    "checkpoints.checkpoint": ["load", "save"],
+    "loop.saving": ["load", "save"],
     "train.callbacks": ["EarlyStopping"],
     "train.fit": ["fit"],
     "train.inference": ["evaluate", "predict"],

@@ -1,4 +1,4 @@
-"""The checkpoints of a run, which all ranks write during the training; `save` and `load` for other scripts.
+"""The checkpoints of a run, which all ranks write during the training; loop/saving.py has those of other scripts.
 
 [Note: one save]
 Main thread, every rank:  wait for the previous save; get folder and token from rank zero; copy shards to the host
@@ -32,24 +32,16 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from lockstep.base.accelerator import start_thread
 from lockstep.base.activity import format_bytes, settle
 from lockstep.checkpoints import checkpoint_storage as storage
 from lockstep.checkpoints import model_state
 from lockstep.checkpoints.best import Monitor
-from lockstep.checkpoints.object_store import Lease, ObjectPath, Place, place_of
+from lockstep.checkpoints.object_store import Lease, ObjectPath, Place
 from lockstep.comm.collectives import all_gather_object, broadcast_object, default_group, device_for, is_initialized
 from lockstep.comm.world import World
-from lockstep.data.sampler import DistributedSampler, LoaderPosition, position_of
-from lockstep.data.stream import Stateful
-from lockstep.errors import CheckpointError, ConfigurationError, LockstepError, called_by_all
-from lockstep.parallel.consistency import refuse_difference, replica_of
-from lockstep.parallel.ddp.wrapper import DistributedDataParallel
-from lockstep.prepared import PreparedLoader
+from lockstep.errors import CheckpointError, ConfigurationError, LockstepError
 from lockstep.telemetry.record import num_restarts
 
 # Time limit for writing a checkpoint.
@@ -360,7 +352,7 @@ class Checkpoints:
         self._writes: list[Future[None]] = []  # of this rank's shard; on rank zero also of the checkpoint
         self._no_more_parts = threading.Event()
         try:
-            self._candidates: list[tuple[str, str | None]] = _gather(_on_all_ranks(self.folder, self._open_folder))[0]
+            self._candidates: list[tuple[str, str | None]] = gather(on_all_ranks(self.folder, self._open_folder))[0]
             require_shared(self.folder, self.world)
         except LockstepError:
             self.close()
@@ -405,7 +397,7 @@ class Checkpoints:
         for name, why in self._candidates:
             if why is None:
                 try:
-                    parts = _read_alike(self.folder / name)
+                    parts = read_alike(self.folder / name)
                     if self.world.is_rank_zero:
                         # Before the first save, for which there may be no room; the one that was loaded stays.
                         with contextlib.suppress(OSError, CheckpointError):
@@ -429,7 +421,7 @@ class Checkpoints:
 
     def load_best(self) -> dict[str, Any]:
         """Return the state of the best checkpoint. Collective: every rank."""
-        return _read_alike(_find(self.folder, best=True))
+        return read_alike(find_checkpoint(self.folder, best=True))
 
     def path(self, step: int) -> Place:
         """Return the path of the checkpoint after ``step`` steps."""
@@ -452,7 +444,7 @@ class Checkpoints:
         path = self.path(step)
         self._wait_until_written(self._writes)  # there is memory for one copy of the state
         # One exchange, so that all ranks use the same folder and token, or none of them saves.
-        token = _gather(self._make_folder(path) if self.world.is_rank_zero else None)[0]
+        token = gather(self._make_folder(path) if self.world.is_rank_zero else None)[0]
         if token is not None and not self.failure:  # otherwise `agree` raises it on all ranks
             self._path = path
             finite = {name: value for name, value in (metrics or {}).items() if math.isfinite(value)}
@@ -560,7 +552,7 @@ class Checkpoints:
         Raises:
             CheckpointError: On every rank.
         """
-        problems = _gather(self.failure)
+        problems = gather(self.failure)
         if any(problems):
             self._no_more_parts.set()  # otherwise rank zero would wait for the part of the rank that failed
         _raise_first(problems)
@@ -608,177 +600,13 @@ class Checkpoints:
             )
 
 
-# --- save and load for other scripts ---
+# --- what all ranks read, and their errors ---
 
 # How often, and after which pause, all ranks read again if a save may have replaced the checkpoint meanwhile.
 _NUM_TRIES, _RETRY_PAUSE_S = 5, 0.1
 
-# In the state of what each rank reads at its own position: the states by rank.
-_BY_RANK = "by rank"
 
-
-def _has_own_position(value: Stateful) -> bool:
-    """Return whether the state of ``value`` is that of this rank only, as that of most loaders."""
-    return isinstance(value, Iterable) and not isinstance(value, DistributedSampler | PreparedLoader | nn.Module)
-
-
-@called_by_all("lockstep.save")
-def save(
-    path: str | os.PathLike[str], *, model: nn.Module | None = None, optimizer: Optimizer | None = None, **state: Any
-) -> None:
-    """Write a checkpoint: the folder ``path``, with tensors as safetensors and the rest as JSON.
-
-    An existing checkpoint is replaced by one rename; a save that fails or is killed does not change it.
-
-    Collective: every rank, if there is a process group. Rank zero writes its state, every rank its shards of what is
-    sharded (``fully_shard``, `ZeroRedundancyOptimizer`); all block until it is on disk. If ``model`` is a
-    `DistributedDataParallel`, the ranks first compare it and the optimizer's state, unless it has ``check_replicas=0``.
-
-    Args:
-        path: A folder, or its URL in an object store, such as ``s3://bucket/mine`` (docs/checkpoints.md). If something
-            is sharded, every rank must see it.
-        model: The model, compiled or not, with or without a data-parallel wrapper of Lockstep or PyTorch; saved without
-            wrappers.
-        optimizer: Its state must be complete on rank zero, or sharded over the ranks.
-        state: Numbers, strings, bytes, None, dense tensors, and lists, tuples and dicts of them; objects with
-            ``state_dict`` and ``load_state_dict`` whose state is made of these, such as learning rate schedulers; and a
-            ``DataLoader`` over a `DistributedSampler`, for its position. Of other loaders and samplers, each rank's
-            state is written.
-
-    Raises:
-        CheckpointError: On every rank: something cannot be written. Then nothing is replaced.
-        ReplicasDiffer: On every rank: they do not have the same bits. Nothing is replaced.
-    """
-    folder, (rank, world_size) = place_of(path), _rank_and_size()
-    _refuse_drift(model, optimizer)
-
-    def collect() -> tuple[dict[str, Any], dict[str, Stateful], dict[str, Any]]:
-        values = {name: position_of(value, name, saves=True) for name, value in state.items()}
-        objects = {name: value for name, value in values.items() if isinstance(value, Stateful)}
-        return values, objects, {name: value.state_dict() for name, value in objects.items()}
-
-    values, objects, states = _on_all_ranks(folder, collect)
-    with contextlib.ExitStack() as stack:
-
-        def begin() -> tuple[storage.TreePacker, Callable[[], object]]:
-            own_states = {name: states[name] for name, value in objects.items() if _has_own_position(value)}
-            every = [own_states]
-            if own_states and is_initialized():
-                every = storage.states_of_ranks(own_states, group=default_group(), device=device_for(default_group()))
-            states.update({name: {_BY_RANK: [rank_states[name] for rank_states in every]} for name in own_states})
-            parts = {"state": values | states, **model_state.local_state_dict(model, optimizer)}
-            packer = storage.TreePacker(parts, is_coordinator=rank == 0)
-            if rank:
-                return packer, bool
-            folder.mkdir(parents=True, exist_ok=True)
-            check_lock = stack.enter_context(lock_folder(folder))
-            storage.remove_leftover_files(folder)
-            return packer, check_lock
-
-        packer, check_lock = _on_all_ranks(folder, begin)
-        token = _gather(secrets.token_hex(8))[0]  # rank zero's
-
-        def write_part() -> None:
-            if rank in packer.writers(world_size):
-                storage.write_shard(folder, token, rank, packer.tensors)
-
-        def complete() -> None:
-            check_lock()
-            if rank == 0:
-                storage.commit(folder, token, packer, world_size, {})
-
-        _on_all_ranks(folder, write_part, packer.num_bytes)
-        _on_all_ranks(folder, complete, packer.num_bytes)
-
-
-def _refuse_drift(model: nn.Module | None, optimizer: Optimizer | None) -> None:
-    """Compare parameters and optimizer state before they are saved. Collective: every rank."""
-    wrapper = model if isinstance(model, DistributedDataParallel) and model.reducer.replicas.every > 0 else None
-    if not all(_gather(wrapper is not None)) or wrapper is None:
-        return  # a rank has given another model
-    group, device = wrapper.process_group, wrapper.device
-    # Buffers may differ, of which rank zero's are saved.
-    replica = replica_of(wrapper.module, optimizer, buffers="healed", ignore=wrapper.parameters_to_ignore)
-    # Rank zero alone may have collected the state of an optimizer.
-    common = set(replica).intersection(*all_gather_object(list(replica), group=group, device=device))
-    replica = {name: tensor for name, tensor in replica.items() if name in common}
-    refuse_difference(replica, group=group, device=device, now=" (before lockstep.save)", since="Nothing was saved.")
-
-
-@called_by_all("lockstep.load")
-def load(
-    path: str | os.PathLike[str],
-    *,
-    model: nn.Module | None = None,
-    optimizer: Optimizer | None = None,
-    best: bool = False,
-    **objects: Stateful | DataLoader[Any],
-) -> dict[str, Any]:
-    """Read a checkpoint into ``model``, ``optimizer`` and ``objects``; return the rest, on the CPU.
-
-    All checksums are compared before anything is loaded; the ranks divide the files among them. No code from the files
-    runs. Each rank reads what it needs, whatever the number of ranks that saved. It also reads the checkpoints of
-    `fit`: with ``optimizer`` to go on, without to use the weights, which are the averaged ones if there is `Task.ema`.
-
-    Collective: every rank, if there is a process group. Blocks until all have read.
-
-    Args:
-        path: The folder of a checkpoint, or that of a run of `fit`, for its newest checkpoint.
-        model: Gets the weights.
-        optimizer: Gets its state.
-        best: Whether to read the checkpoint that ``keep_best`` has kept in the folder of a run.
-        objects: Each gets what `save` was given under the same name. A ``DataLoader`` over a `DistributedSampler` goes
-            on at the position, on any number of ranks; other loaders and samplers only on as many as have saved.
-
-    Raises:
-        CheckpointError: On every rank: there is no checkpoint, or it is damaged, or it belongs to another model or
-            other objects; or the ranks read different ones, as in folders that are not shared.
-    """
-    folder = place_of(path)
-    readers = _on_all_ranks(folder, lambda: {name: position_of(value, name) for name, value in objects.items()})
-    folder = _find(folder, best=best)
-    parts = _read_alike(folder)
-    if optimizer is None:
-        parts.get("model", {}).update(parts.get("ema", {}))
-
-    def fill() -> dict[str, Any]:
-        try:
-            rest: dict[str, Any] = parts["state"]
-            for name, part in (("model", model), ("optimizer", optimizer), *readers.items()):
-                if part is not None and name not in (rest if name in readers else parts):
-                    raise ValueError(f"it was saved without {name}")
-            # First what may raise an error.
-            loads = [(part.load_state_dict, _state_here(name, part, rest.pop(name))) for name, part in readers.items()]
-            model_state.load_state_dict(model, optimizer, parts)
-            for load_state, state in loads:
-                load_state(state)
-        except CheckpointError:
-            raise
-        except Exception as error:
-            text = f"The checkpoint {folder} does not fit: {error}\nLoad the same model, optimizer and objects."
-            raise CheckpointError(text) from error
-        return rest
-
-    return _on_all_ranks(folder, fill)
-
-
-def _state_here(name: str, reader: Stateful, saved: Any) -> Any:
-    """Return the state for ``reader`` on this rank.
-
-    Raises:
-        CheckpointError, ValueError: It would read other samples than those that are left.
-    """
-    if isinstance(reader, LoaderPosition):
-        reader.check(saved, name)
-    if not _has_own_position(reader):
-        return saved
-    (rank, world_size), states = _rank_and_size(), saved.get(_BY_RANK, [])
-    if len(states) != world_size:
-        raise ValueError(f"{name} has positions for {len(states)} ranks, not {world_size}: use a DistributedSampler")
-    return states[rank]
-
-
-def _find(folder: Place, *, best: bool) -> Place:
+def find_checkpoint(folder: Place, *, best: bool) -> Place:
     """Return the newest or the best checkpoint in the folder of a run; without any, the folder. Collective."""
 
     def choose() -> str:
@@ -792,11 +620,11 @@ def _find(folder: Place, *, best: bool) -> Place:
             return next((ckpt.path.name for ckpt in find_checkpoints(folder) if ckpt.problem is None), "")
         return ""
 
-    name = _gather(_on_all_ranks(folder, choose))[0]
+    name = gather(on_all_ranks(folder, choose))[0]
     return folder / name if name else folder
 
 
-def _read_alike(folder: Place) -> dict[str, Any]:
+def read_alike(folder: Place) -> dict[str, Any]:
     """Return the parts of the checkpoint after a check that it is valid and the same on every rank.
 
     The ranks together compare all digests. Tensors of model and optimizer are not read yet.
@@ -806,7 +634,7 @@ def _read_alike(folder: Place) -> dict[str, Any]:
     Raises:
         CheckpointError: On every rank: a rank cannot read it, or the ranks read different ones.
     """
-    different, (rank, world_size) = "", _rank_and_size()
+    different, (rank, world_size) = "", rank_and_size()
     for _ in range(_NUM_TRIES):
         digest, parts, problem = "", {}, None
         try:
@@ -821,7 +649,7 @@ def _read_alike(folder: Place) -> dict[str, Any]:
         now = ""
         with contextlib.suppress(CheckpointError):
             now = storage.read_manifest(folder).digest
-        answers = _gather([problem, digest != now, digest, socket.gethostname()])
+        answers = gather([problem, digest != now, digest, socket.gethostname()])
         if not any(replaced for _, replaced, _, _ in answers):
             # Each file is compared with its digest on one rank only.
             _raise_first([text for text, _, _, _ in answers])
@@ -837,7 +665,7 @@ def _read_alike(folder: Place) -> dict[str, Any]:
     raise CheckpointError(different or f"The checkpoint {folder} was replaced while it was read.\nTry again.")
 
 
-def _on_all_ranks(folder: Place, act: Callable[[], T], num_bytes: int = 0) -> T:
+def on_all_ranks(folder: Place, act: Callable[[], T], num_bytes: int = 0) -> T:
     """Return what ``act`` returns here, or raise the error of the first rank that failed on every rank. Collective."""
     value: T | None = None
     problem = None
@@ -845,7 +673,7 @@ def _on_all_ranks(folder: Place, act: Callable[[], T], num_bytes: int = 0) -> T:
         value = act()
     except Exception as error:  # of any kind: the other ranks wait for this one
         problem = _problem_of(folder, error, num_bytes)
-    _raise_first(_gather(problem))
+    _raise_first(gather(problem))
     return cast(T, value)
 
 
@@ -855,7 +683,7 @@ def _raise_first(problems: Sequence[str | None]) -> None:
             raise CheckpointError(text if rank == 0 else f"Rank {rank}: {text}")
 
 
-def _gather(value: Any) -> list[Any]:
+def gather(value: Any) -> list[Any]:
     """Return each rank's ``value``. Collective if there is a process group: every rank."""
     if not is_initialized():
         return [value]
@@ -863,5 +691,6 @@ def _gather(value: Any) -> list[Any]:
     return all_gather_object(value, group=group, device=device_for(group))
 
 
-def _rank_and_size() -> tuple[int, int]:
+def rank_and_size() -> tuple[int, int]:
+    """Return the rank of this process and the number of ranks; (0, 1) without a process group."""
     return (default_group().rank(), default_group().size()) if is_initialized() else (0, 1)

@@ -179,7 +179,7 @@ def _inference(
                 raise ConfigurationError(f"{weights} does not exist.\nName a file that --export has written.")
             load_model(model, weights)
         else:
-            from lockstep.checkpoints.checkpoint import load
+            from lockstep.loop.saving import load
 
             step = load(weights, model=model, best=best).get("num_steps_done")
         size = settings.global_batch_size or task.global_batch_size

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
-from tests.unit.checkpoints.test_checkpoint_save_load import kill_everywhere
 
 import lockstep
 from lockstep.checkpoints import checkpoint
@@ -28,6 +27,7 @@ from lockstep.checkpoints.model_state import read_tensors, whole_file
 from lockstep.checkpoints.object_store import place_of
 from lockstep.errors import CheckpointError
 from tests.training import read_state
+from tests.unit.loop.test_saving import kill_everywhere
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
-from tests.unit.checkpoints.test_checkpoint import load, names, save, state_of
-from tests.unit.checkpoints.test_checkpoint_save_load import Killed
 
 import lockstep
 from lockstep.checkpoints import checkpoint, object_store
@@ -21,6 +19,8 @@ from lockstep.checkpoints.object_store import Lease, place_of
 from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.train.settings import FitSettings
 from tests.object_store import folder_store
+from tests.unit.checkpoints.test_checkpoint import load, names, save, state_of
+from tests.unit.loop.test_saving import Killed
 
 pytestmark = pytest.mark.timeout(60)
 
