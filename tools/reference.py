@@ -7,12 +7,13 @@ from itertools import groupby
 from pathlib import Path
 
 from lockstep import errors
+from lockstep.base.setting import settings_of
 from lockstep.launcher.failure_report import ERROR_HINTS
 from lockstep.study.doctor import examine  # noqa: F401  # its imports fill the table of checks
 from lockstep.study.doctor.findings import CHECKS
 from lockstep.telemetry import record
 from lockstep.telemetry.figures import ALL_METRICS
-from lockstep.train.settings import FitSettings, settings_of
+from lockstep.train.settings import FitSettings
 
 PACKAGE = Path(__file__).parents[1] / "src" / "lockstep"
 

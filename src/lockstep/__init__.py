@@ -11,16 +11,18 @@ from lockstep import errors as errors
 from lockstep.comm.shm import register_when_needed
 
 if TYPE_CHECKING:
-    from lockstep.adoption import adopt as adopt
     from lockstep.comm.world import World as World
     from lockstep.comm.world import init as init
     from lockstep.comm.world import seed as seed
     from lockstep.data.sampler import DistributedSampler as DistributedSampler
     from lockstep.data.shards import ShardedDataset as ShardedDataset
     from lockstep.launcher.api import launch as launch
+    from lockstep.loop.adopt import adopt as adopt
+    from lockstep.loop.monitor import monitor as monitor
+    from lockstep.loop.prepare import prepare as prepare
+    from lockstep.loop.recovery import Recovery as Recovery
     from lockstep.loop.saving import load as load
     from lockstep.loop.saving import save as save
-    from lockstep.observe.monitor import monitor as monitor
     from lockstep.parallel.ddp.reducer import backward as backward
     from lockstep.parallel.ddp.wrapper import DistributedDataParallel as DistributedDataParallel
     from lockstep.parallel.dp.wrapper import DataParallel as DataParallel
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
     from lockstep.parallel.local_sgd import LocalSGD as LocalSGD
     from lockstep.parallel.sync_batchnorm import SyncBatchNorm as SyncBatchNorm
     from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
-    from lockstep.prepared import prepare as prepare
     from lockstep.study.compare.benchmark import compare as compare
     from lockstep.study.report.run_page import report as report
     from lockstep.study.tune import tune as tune
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from lockstep.train.fit import fit as fit
     from lockstep.train.inference import evaluate as evaluate
     from lockstep.train.inference import predict as predict
-    from lockstep.train.recovery import Recovery as Recovery
     from lockstep.train.task import Loss as Loss
     from lockstep.train.task import Task as Task
 
@@ -45,19 +45,19 @@ __version__ = "0.1.0"
 
 # Where each public name is.
 _HOMES = {
-    "adoption": ["adopt"],
+    "loop.adopt": ["adopt"],
     "comm.world": ["World", "init", "seed"],
     "data.sampler": ["DistributedSampler"],
     "data.shards": ["ShardedDataset"],
     "launcher.api": ["launch"],
-    "observe.monitor": ["monitor"],
+    "loop.monitor": ["monitor"],
     "parallel.ddp.reducer": ["backward"],
     "parallel.ddp.wrapper": ["DistributedDataParallel"],
     "parallel.dp.wrapper": ["DataParallel"],
     "parallel.local_sgd": ["DiLoCo", "LocalSGD"],
     "parallel.sync_batchnorm": ["SyncBatchNorm"],
     "parallel.zero.optimizer": ["ZeroRedundancyOptimizer"],
-    "prepared": ["prepare"],
+    "loop.prepare": ["prepare"],
     "study.compare.benchmark": ["compare"],
     "study.report.run_page": ["report"],
     "study.tune": ["tune"],
@@ -66,7 +66,7 @@ _HOMES = {
     "train.callbacks": ["EarlyStopping"],
     "train.fit": ["fit"],
     "train.inference": ["evaluate", "predict"],
-    "train.recovery": ["Recovery"],
+    "loop.recovery": ["Recovery"],
     "train.task": ["Loss", "Task"],
 }
 _MODULES = {name: f"lockstep.{module}" for module, names in _HOMES.items() for name in names}

@@ -20,11 +20,11 @@ from typing import Any
 
 from typing_extensions import override
 
-from lockstep.adoption import adopt
 from lockstep.checkpoints.checkpoint import find_checkpoints
 from lockstep.checkpoints.object_store import place_of
 from lockstep.comm.world import init
 from lockstep.errors import ConfigurationError
+from lockstep.loop.adopt import adopt
 from lockstep.train.callbacks import RunView
 from lockstep.train.fit import fit_with
 from lockstep.train.result import FitResult

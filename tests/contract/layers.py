@@ -11,11 +11,10 @@ LAYERS = [
     {"telemetry"},
     {"health"},
     {"parallel", "data", "launcher"},
-    {"prepared"},
     {"checkpoints"},
     {"loop"},
     {"train"},
-    {"study", "adoption", "observe"},
+    {"study"},
     {"cli", "ray"},
     {"__main__"},
 ]

@@ -206,7 +206,7 @@ def test_a_script_that_knows_nothing_of_it_is_recorded_and_computes_the_same_bit
         import os
 
         from lockstep.base import activity
-        from lockstep.observe import monitor
+        from lockstep.loop import monitor
 
         activity.now.step = (
             None  # what a `fit` on this rank of the pool has left: a process that runs `fit` is not watched

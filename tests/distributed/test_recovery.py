@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from lockstep.loop import recovery
 from lockstep.study.report.run_page import report
 from lockstep.telemetry.record import read_run
-from lockstep.train import recovery
 from tests.distributed.commands import lockstep as run_lockstep
 from tests.distributed.commands import start
 

@@ -8,7 +8,7 @@ import torch
 
 import lockstep
 from lockstep.errors import ConfigurationError
-from lockstep.train.recovery import check_parts
+from lockstep.loop.recovery import check_parts
 from lockstep.train.settings import FitSettings
 from tests.distributed.commands import lockstep as run_lockstep
 from tests.distributed.test_recovery import MODES, TASK

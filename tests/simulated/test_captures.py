@@ -23,7 +23,7 @@ def capturing_on_sim(device):
 @contextlib.contextmanager
 def seen_by_lockstep():
     """Inside, Lockstep knows when the simulated device captures."""
-    from lockstep.observe import steps
+    from lockstep.loop import steps
     from lockstep.parallel.ddp import bucket_events, reducer, weighting
 
     with pytest.MonkeyPatch.context() as monkeypatch:

@@ -18,7 +18,7 @@ from lockstep.comm.network import cut_links
 from lockstep.comm.world import destroy_default_group, form_group
 from lockstep.errors import CollectiveError
 from lockstep.health.heartbeat import recorded_call
-from lockstep.train.recovery import exchange_state
+from lockstep.loop.recovery import exchange_state
 
 
 def current_device_of_a_thread(world):

@@ -11,12 +11,13 @@ import click
 from click.core import ParameterSource
 
 from lockstep.base.record_files import hide_secrets
+from lockstep.base.setting import Setting, settings_of
 from lockstep.cli import command
 from lockstep.errors import ConfigurationError
 from lockstep.launcher import fork_server
 from lockstep.launcher.bootstrap import RANK_SETUP
 from lockstep.launcher.output import LogSettings
-from lockstep.train.settings import FitSettings, LaunchSettings, Setting, merge_settings, read_settings, settings_of
+from lockstep.train.settings import FitSettings, LaunchSettings, merge_settings, read_settings
 from lockstep.train.task_file import TaskSpec, find_task, is_script
 
 F = TypeVar("F", bound=Callable[..., Any])

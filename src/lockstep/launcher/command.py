@@ -35,7 +35,7 @@ _TASK = re.compile(r"^(def task\(|task\s*[:=])", re.MULTILINE)
 
 
 # What each rank calls for ``--adopt`` and ``--monitor``: ranks load them by name, as the launcher stands below both.
-_ADOPT, _ATTACH = "lockstep.adoption:adopt", "lockstep.observe.monitor:attach"
+_ADOPT, _ATTACH = "lockstep.loop.adopt:adopt", "lockstep.loop.monitor:attach"
 
 
 class _Parser(argparse.ArgumentParser):

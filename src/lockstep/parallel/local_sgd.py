@@ -537,7 +537,7 @@ class LocalSGD:
         self.outer_optimizer.step()  # does not change parameters without a gradient
         self.outer_optimizer.zero_grad(set_to_none=True)
 
-    # --- recovery in place: `lockstep.train.recovery` ---
+    # --- recovery in place: `lockstep.loop.recovery` ---
 
     @property
     def can_reconnect(self) -> bool:

@@ -26,9 +26,10 @@ from lockstep.data.loader import BadSample, LoadOptions, MicroBatch, Request, lo
 from lockstep.data.order import BatchSplit, Purpose, mix, seed_cpu, seed_device
 from lockstep.data.stream import StreamOrder
 from lockstep.errors import ConfigurationError
+from lockstep.loop.buffers import BufferSnapshot
 from lockstep.parallel.reduction_tree import ReductionTree
 from lockstep.train.settings import Settings
-from lockstep.train.skipping import BadSamples, BufferSnapshot
+from lockstep.train.skipping import BadSamples
 from lockstep.train.step_parts import Objective, autocast
 from lockstep.train.strategies.reproducible import Arithmetic
 from lockstep.train.task import Loss, Task

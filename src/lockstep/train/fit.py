@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lockstep.base.accelerator import is_on_meta
 from lockstep.base.env import Launcher, RankEnv
+from lockstep.base.setting import settings_of
 from lockstep.checkpoints.best import Monitor
 from lockstep.checkpoints.model_state import load_state_dict, plain_names
 from lockstep.comm.collectives import is_initialized
@@ -30,7 +31,7 @@ from lockstep.train.plan import PER_PROCESS, check_batch, check_task, num_device
 from lockstep.train.profiling import profiled
 from lockstep.train.result import FitResult
 from lockstep.train.run import Run
-from lockstep.train.settings import FitSettings, refusing_unknown, settings_of
+from lockstep.train.settings import FitSettings, refusing_unknown
 from lockstep.train.stopping import StopSignals, exit_code_of
 from lockstep.train.task import Task, check_callbacks
 

@@ -23,8 +23,9 @@ from lockstep.checkpoints.object_store import place_of
 from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.world import World
 from lockstep.data.comparison import check_same_data
-from lockstep.data.loader import having_epochs
+from lockstep.data.loader import BadSample, having_epochs
 from lockstep.errors import ConfigurationError
+from lockstep.loop.recovery import Recovery
 from lockstep.telemetry import live_view
 from lockstep.telemetry.figures import EVALUATION, StragglerReporter
 from lockstep.telemetry.record import EventName, kind_of
@@ -33,9 +34,9 @@ from lockstep.train.evaluate import Evaluation, Evaluator, Inference
 from lockstep.train.plan import Plan, devices_of, plural
 from lockstep.train.profiling import AroundStep
 from lockstep.train.recording import RunRecord
-from lockstep.train.recovery import Recovery
 from lockstep.train.result import FitResult, Throughput
 from lockstep.train.settings import FitSettings
+from lockstep.train.skipping import NonFiniteStep, Origin
 from lockstep.train.stopping import StopSignals, called, exit_code_of
 from lockstep.train.task import Task, build_dataset, prepare
 from lockstep.train.trainer import StepRecord, Trainer
@@ -51,6 +52,8 @@ _OF_RUN = (
     *("_due", "stops", "_has_evaluated", "_evaluations", "_best", "has_new_best"),
     *("_saved", "_found", "_first_step", "num_steps", "_saves_after"),
 )
+# Its classes that are plain data.
+_PLAIN = (Evaluation, BadSample, NonFiniteStep, Origin)
 
 # --- what rank zero prints -------------------------------------------------------------------------------------------
 
@@ -208,7 +211,9 @@ class Run:
         # Where all ranks write a checkpoint, the part of a lost one may be missing: they restart from the one before.
         if not trainer.can_reconnect or (self._checkpoints is not None and averaging is not None):
             return None
-        recovery = Recovery(self._world, trainer=trainer, run=self, doing=self._doing, exchanging=averaging)
+        recovery = Recovery(
+            self._world, trainer=trainer, run=self, doing=self._doing, exchanging=averaging, kinds=_PLAIN
+        )
         if not recovery.is_active:
             return None
         if is_late:
@@ -421,7 +426,7 @@ class Run:
         """Record a number for a callback; see `RunView.log`."""
         self._record.log(name, value)
 
-    # --- recovery in place: `lockstep.train.recovery` -----------------------------------------------------------------
+    # --- recovery in place: `lockstep.loop.recovery` -----------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the ranks know together and the trainer has not; see `Recovery`."""

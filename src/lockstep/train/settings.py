@@ -7,123 +7,20 @@ import difflib
 import json
 import math
 import tomllib
-import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from functools import cache, wraps
+from dataclasses import dataclass, fields
+from functools import wraps
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args
 
+from lockstep.base.setting import DIR_OR_URL, setting, settings_of
 from lockstep.checkpoints.best import Monitor
 from lockstep.errors import ConfigurationError
 from lockstep.telemetry.cost import Price
+from lockstep.telemetry.destination import ViewName
 
 FilePath = str | Path
 T = TypeVar("T")
-
-# --- a setting: an annotated field of a dataclass, from which checks and flags are made -------------------------------
-
-
-def _is_number(value: object, kinds: tuple[type, ...] = (int, float)) -> bool:
-    return isinstance(value, kinds) and not isinstance(value, bool)  # bool is a subclass of int
-
-
-def _are_positive(value: Any) -> bool:
-    are_numbers = isinstance(value, Sequence) and len(value) > 0 and all(map(_is_number, value))
-    return are_numbers and all(0 < number < math.inf for number in value)
-
-
-def _are_words(value: object) -> bool:
-    return isinstance(value, str) or (
-        isinstance(value, Sequence) and len(value) > 0 and all(isinstance(word, str) for word in value)
-    )
-
-
-# By kind: the types in the annotation of a field, the check of a value, and its description.
-_KINDS: dict[str, tuple[set[Any], Callable[[Any], bool], str]] = {
-    "int": ({int}, lambda value: _is_number(value, (int,)), "a whole number"),
-    "devices": (
-        {int, Literal["auto"]},
-        lambda value: value == "auto" or (_is_number(value, (int,)) and value > 0),
-        "a whole number of at least 1, or auto",
-    ),
-    "float": ({float}, _is_number, "a number"),
-    "bool": ({bool}, lambda value: isinstance(value, bool), "True or False"),
-    "path": ({str, Path}, lambda value: isinstance(value, (str, Path)), "a path"),
-    "numbers": ({Sequence[float]}, _are_positive, "numbers above 0, such as (2, 1, 1)"),
-    "text": ({str}, lambda value: isinstance(value, str), "a string"),
-    "words": ({str, Sequence[str]}, _are_words, "a string, or several"),
-    "metric": ({bool, str}, lambda value: isinstance(value, (bool, str)), "True, or a metric such as accuracy:max"),
-}
-
-
-# The unit of a path that may be in an object store.
-_DIR_OR_URL = "DIR|URL"
-
-
-def setting(default: Any, help: str, unit: str | None = None, at_least: int | None = None) -> Any:
-    """Return a field of a dataclass of settings; see `Setting`."""
-    return field(default=default, metadata={"help": help, "unit": unit, "at_least": at_least})
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One field of a dataclass of settings.
-
-    Args:
-        name, kind, choices, default: As declared.
-        optional: Whether it may be None.
-        help: One sentence for ``--help``.
-        unit: The unit of a number, or a placeholder, for ``--help``.
-        at_least: Smallest number allowed.
-    """
-
-    name: str
-    kind: str
-    optional: bool
-    choices: tuple[str, ...]
-    default: Any
-    help: str
-    unit: str | None
-    at_least: int | None
-
-    def check(self, value: Any) -> None:
-        """Check a value.
-
-        Raises:
-            ConfigurationError: It has the wrong type or is out of range; says what is allowed.
-        """
-        if value is None and self.optional:
-            return
-        if self.kind == "choice":
-            is_allowed, allowed = value in self.choices, "one of " + ", ".join(self.choices)
-        else:
-            _, test, allowed = _KINDS[self.kind]
-            is_allowed = test(value)
-        if self.kind == "path" and is_allowed and "://" in str(value) and self.unit != _DIR_OR_URL:
-            is_allowed, allowed = False, "a path on this machine: only checkpoints can be in an object store"
-        if self.at_least is not None:
-            is_allowed, allowed = is_allowed and value >= self.at_least, f"{allowed} of at least {self.at_least}"
-        if not is_allowed:
-            raise ConfigurationError(f"{self.name}={value!r} is not allowed.\nGive {allowed}.")
-
-
-@cache
-def settings_of(cls: type) -> tuple[Setting, ...]:
-    """Return the settings of the dataclass ``cls``, in the order of its fields."""
-    hints = get_type_hints(cls)
-    settings = []
-    # `fit` has keywords that are no settings.
-    for declared in (declared for declared in fields(cls) if declared.metadata):
-        hint = hints[declared.name]
-        members = set(get_args(hint) if get_origin(hint) in (Union, types.UnionType) else [hint])
-        kinds = members - {type(None)}
-        choices = [choice for type_ in kinds if get_origin(type_) is Literal for choice in get_args(type_)]
-        kind = next((kind for kind, (types_of, *_) in _KINDS.items() if types_of == kinds), "choice")
-        optional = kinds != members
-        settings.append(Setting(declared.name, kind, optional, tuple(choices), declared.default, **declared.metadata))
-    return tuple(settings)
-
 
 # --- names that do not exist ----------------------------------------------------------------------------------------
 
@@ -168,7 +65,7 @@ def suggest(name: str, shown: Mapping[str, str]) -> str:
         return f"It is in the task: lockstep.Task({meant}=...)."
     if near := difflib.get_close_matches(plain, shown, n=1):
         return f"Did you mean {shown[near[0]]}?"
-    is_setting = any(meant == setting.name for setting in settings_of(FitSettings))
+    is_setting = any(meant == each.name for each in settings_of(FitSettings))
     return f"It is a setting of the run: lockstep.fit(task, {meant}=...)." if is_setting else ""
 
 
@@ -247,10 +144,10 @@ def check_engine(name: StrategyName, settings: Settings) -> None:
     Raises:
         ConfigurationError: There is one; names it.
     """
-    for setting, allowed in _USED_BY.items():
-        if name not in allowed.split() and getattr(settings, setting) not in (None, False):
+    for used, allowed in _USED_BY.items():
+        if name not in allowed.split() and getattr(settings, used) not in (None, False):
             raise ConfigurationError(
-                f"{setting} is for strategy {', '.join(allowed.split())}, but the strategy is {name}.\nOmit {setting}."
+                f"{used} is for strategy {', '.join(allowed.split())}, but the strategy is {name}.\nOmit {used}."
             )
 
 
@@ -289,7 +186,6 @@ Precision = Literal["fp32", "bf16", "fp16"]
 Schedule = Literal["constant", "linear", "cosine"]
 Scaling = Literal["none", "linear", "sqrt"]
 NanRule = Literal["raise", "skip"]
-ViewName = Literal["auto", "live", "lines", "none"]
 Across = Literal["ranks", "machines"]
 StrategyName = Literal["single", "dp", "ddp", "ddp-zero1", "fsdp", "local-sgd", "diloco", "torch-dp", "torch-ddp"]
 
@@ -341,8 +237,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         cls: type = type(self)  # may be a subclass
-        for setting in settings_of(cls):
-            setting.check(getattr(self, setting.name))
+        for declared in settings_of(cls):
+            declared.check(getattr(self, declared.name))
         if self.shares is not None:
             object.__setattr__(self, "shares", tuple(self.shares))  # immutable
         if self.compression is not None:
@@ -368,7 +264,7 @@ class FitSettings(Settings):
 
     strategy: StrategyName = setting("ddp", f"How work is divided: {', '.join(get_args(StrategyName))}.", "NAME")
     devices: int | Literal["auto"] | None = setting(None, "Devices; auto: all GPUs, or 1 CPU if there are none.", "N")
-    checkpoint: FilePath | None = setting(None, "Folder for checkpoints, or URL such as s3://bucket/run.", _DIR_OR_URL)
+    checkpoint: FilePath | None = setting(None, "Folder for checkpoints, or URL such as s3://bucket/run.", DIR_OR_URL)
     checkpoint_every: int | None = setting(None, "Steps between checkpoints; each epoch if not given.", "STEPS", 1)
     checkpoint_blocking: bool = setting(False, "Wait until a checkpoint is on disk; needs no copy in host memory.")
     keep: int | None = setting(None, "Number of newest checkpoints to keep; 2 if not given.", "N", 1)
@@ -438,8 +334,8 @@ class LaunchSettings:
     log_dir: FilePath | None = setting(None, "Folder for the output of each rank, as rank-N.log.", "DIR")
 
     def __post_init__(self) -> None:
-        for setting in settings_of(LaunchSettings):
-            setting.check(getattr(self, setting.name))
+        for declared in settings_of(LaunchSettings):
+            declared.check(getattr(self, declared.name))
         # Without a time for the watchdog, it has one.
         refuse_ignored(vars(self) | {"watchdog": self.watchdog is None or self.watchdog})
 
@@ -470,7 +366,7 @@ def read_settings(path: FilePath) -> dict[str, Any]:
     except ValueError as error:  # invalid TOML, with the line number, or invalid UTF-8
         advice = 'Write one setting per line, such as workers = 2 or strategy = "ddp".'
         raise ConfigurationError(f"{path} is not a file of settings: {error}.\n{advice}") from None
-    valid = {setting.name: setting for setting in settings_of(FitSettings)}
+    valid = {each.name: each for each in settings_of(FitSettings)}
     for name, value in values.items():
         if name not in valid:
             hint = suggest(name, dict(zip(valid, valid, strict=True))) or "lockstep train --help-all lists them all."

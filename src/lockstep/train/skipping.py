@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +17,8 @@ from lockstep.comm.collectives import Group, all_gather_object, all_reduce
 from lockstep.comm.fully_shard import local_part, own_class
 from lockstep.data.loader import BadSample, MicroBatch, stop_error
 from lockstep.data.order import BatchSplit
-from lockstep.errors import ConfigurationError, DataError, NonFiniteGradient
+from lockstep.errors import DataError, NonFiniteGradient
+from lockstep.loop.buffers import BufferSnapshot
 from lockstep.parallel.flat import are_finite
 from lockstep.train.plan import Plan
 from lockstep.train.settings import NanRule
@@ -136,57 +137,6 @@ class BadSamples:
                 f"({num_allowed}). The last is {bad[-1].name}\n"
                 "Check that the storage is available and the files are complete. Repair or remove unreadable samples."
             )
-
-
-# --- buffers, which evaluation, virtual shards and skipped steps must not change --------------------------------------
-
-
-class BufferSnapshot:
-    """A snapshot of the buffers of ``model``.
-
-    Attributes:
-        names: The names of all buffers, each buffer once.
-        objects: The tensors that were the buffers at the time of the snapshot.
-        values: Copies of their values.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.names = [name for name, _ in model.named_buffers()]
-        self.objects: list[Tensor] = []
-        self.values: list[Tensor] = []
-        paths = [full_name.rpartition(".") for full_name in self.names]
-        self._owners = [(model.get_submodule(path), name) for path, _, name in paths]
-
-    def current(self) -> list[Tensor]:
-        """Return the buffers of the model.
-
-        Raises:
-            ConfigurationError: A buffer has become None.
-        """
-        buffers = [owner._buffers[name] for owner, name in self._owners]
-        for buffer, name in zip(buffers, self.names, strict=True):
-            if buffer is None:
-                raise ConfigurationError(f"The buffer {name} became None in forward.\nStore it in a plain attribute.")
-        return cast(list[Tensor], buffers)
-
-    def keep(self) -> None:
-        """Take a snapshot."""
-        self.objects = self.current()
-        self.values = [buffer.clone() for buffer in self.objects]
-
-    @torch.no_grad()
-    def restore_where(self, condition: Tensor) -> None:
-        """Restore the values of the snapshot if ``condition``, a 0-dimensional tensor, holds. Does not block."""
-        for now, value in zip(self.current(), self.values, strict=True):
-            now.copy_(torch.where(condition, value, now))
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Restore the buffers of the snapshot: the same tensors with the same values."""
-        for (owner, name), buffer, value in zip(self._owners, self.objects, self.values, strict=True):
-            if owner._buffers[name] is not buffer or not torch.equal(buffer, value):
-                owner._buffers[name] = buffer
-                buffer.copy_(value)
 
 
 # --- gradients that are NaN or infinite: all ranks detect them in the same step, with rank, module and samples --------

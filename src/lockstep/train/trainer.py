@@ -147,7 +147,7 @@ class Trainer:
         self.read = self._compared = ("", 0)
         self._needs_closure = self._is_updating = False
         self._began_with: tuple[int, dict[str, Any]] | None = None  # in a step: updates and loss scaling before it
-        # Called after the last collective of a step and before its update; see train/recovery.py.
+        # Called after the last collective of a step and before its update; see loop/recovery.py.
         self.before_update: Callable[[], object] | None = None
         self._task, self._name = task, strategy
         with self.arithmetic.applied():
@@ -276,7 +276,7 @@ class Trainer:
             if parameter.requires_grad != trained.get(name, parameter.requires_grad):
                 parameter.requires_grad_(trained[name])
 
-    # --- recovery in place: `lockstep.train.recovery.Connected` -------------------------------------------------------
+    # --- recovery in place: `lockstep.loop.recovery.Connected` -------------------------------------------------------
 
     @property
     def can_reconnect(self) -> bool:

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import click.testing
 import pytest
 
+from lockstep.base.setting import settings_of
 from lockstep.cli import main
 from lockstep.cli.train import train
 from lockstep.train import fit
-from lockstep.train.settings import FitSettings, settings_of
+from lockstep.train.settings import FitSettings
 
 MINE = """\
 import torch

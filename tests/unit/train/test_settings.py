@@ -9,18 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 import lockstep
+from lockstep.base.setting import settings_of
 from lockstep.cli import main
 from lockstep.errors import ConfigurationError
 from lockstep.train import fit
-from lockstep.train.settings import (
-    _FOREIGN,
-    FitSettings,
-    Settings,
-    merge_settings,
-    read_settings,
-    settings_of,
-    toml_line,
-)
+from lockstep.train.settings import _FOREIGN, FitSettings, Settings, merge_settings, read_settings, toml_line
 from tests.training import make_task
 
 

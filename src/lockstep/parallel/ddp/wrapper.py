@@ -212,7 +212,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
             if group.size() > 1:
                 self.reducer.reduction = self._compressed
 
-    # --- recovery in place: `lockstep.train.recovery.Connected` -----------------------------------------------------
+    # --- recovery in place: `lockstep.loop.recovery.Connected` -----------------------------------------------------
 
     def reconnect(self, world: World) -> None:
         """Use the default group of ``world`` from now on, in place of one that lost a rank. Collective: every rank."""

@@ -22,9 +22,9 @@ from lockstep.base import activity
 from lockstep.base.containers import find_tensors
 from lockstep.base.torch_internals import LoaderIters
 from lockstep.comm.fully_shard import is_sharded
+from lockstep.loop.instrument import Instrument
 from lockstep.study.rehearse import fault_rules
 from lockstep.study.rehearse.fault_rules import Rule
-from lockstep.telemetry.instrument import Instrument
 from lockstep.train.trainer import Trainer
 
 

@@ -95,7 +95,7 @@ def rehearse(
         arguments = [str(reaper.run_dir), [asdict(rule) for rule in rules]]
         setups, record = [["lockstep.study.rehearse.injection:FaultInjector", *arguments]], reaper.run_dir / "record"
         if records:
-            setups.append(["lockstep.observe.monitor:attach", str(record)])
+            setups.append(["lockstep.loop.monitor:attach", str(record)])
         environ = {**os.environ, RANK_SETUP: json.dumps(setups), **dict.fromkeys(_HIDES_GPUS, "")}
         began = time.monotonic()
         code, lines = _run(command, environ, shows=shows)

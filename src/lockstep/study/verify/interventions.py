@@ -28,8 +28,8 @@ from lockstep.base.torch_internals import BatchNorm, TorchDispatchMode, numpy_de
 from lockstep.comm.process import single_process_view
 from lockstep.data.order import Purpose, ShardOrder, mix, seed_cpu
 from lockstep.data.shards import HasShardOrder
+from lockstep.loop.instrument import Instrument
 from lockstep.study.verify.fingerprint import DOUBLE, SINGLE, Fingerprint, Tolerance, fingerprint, fingerprint_model
-from lockstep.telemetry.instrument import Instrument
 from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.task import Loss, Task, call_optimizer, load_task
 

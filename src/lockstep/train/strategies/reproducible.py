@@ -18,11 +18,11 @@ from lockstep.comm.collectives import Group, all_reduce, broadcast_coalesced
 from lockstep.comm.world import World
 from lockstep.data.loader import MicroBatch
 from lockstep.errors import ConfigurationError
+from lockstep.loop.buffers import BufferSnapshot
 from lockstep.parallel import reduction_tree as trees
 from lockstep.parallel.ddp.setup import ModelSync
 from lockstep.train.plan import VirtualShards, place_shards
 from lockstep.train.settings import Settings, StrategyName
-from lockstep.train.skipping import BufferSnapshot
 from lockstep.train.step_parts import Objective, Part
 from lockstep.train.strategies.strategy import Pass, Strategy
 

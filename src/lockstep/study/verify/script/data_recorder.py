@@ -16,11 +16,11 @@ from lockstep.base.containers import find_tensors
 from lockstep.base.torch_internals import INDEX_SAMPLER, BaseDataLoaderIter
 from lockstep.data.loader import Fetch, HasEpochs
 from lockstep.data.order import cut
+from lockstep.loop.instrument import Instrument
 from lockstep.loop.passes import Division, StreamBatch
 from lockstep.loop.passes import Pass as PreparedPass
 from lockstep.study.verify.script.draws import Draws
 from lockstep.study.verify.script.trace import Pass, as_bytes, generator_states, row_digests, storage_of, tensor_digests
-from lockstep.telemetry.instrument import Instrument
 
 # [Note: the script is cut short]
 # A script is not changed, but its passes over its loaders are shorter. A pass that trains has a few updates and then

@@ -5,9 +5,9 @@ from contextlib import contextmanager
 
 import torch
 
+from lockstep.loop.instrument import Instrument
 from lockstep.study.verify.interventions import Watch
 from lockstep.study.verify.script.trace import generator_states
-from lockstep.telemetry.instrument import Instrument
 
 
 class Draws:

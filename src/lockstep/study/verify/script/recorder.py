@@ -13,13 +13,13 @@ import torch.multiprocessing
 
 from lockstep.data.order import mix, seed_cpu
 from lockstep.errors import ConfigurationError
+from lockstep.loop.instrument import Instrument, in_backward
 from lockstep.study.verify.fingerprint import ModelFingerprint
 from lockstep.study.verify.interventions import NoBatchStatistics
 from lockstep.study.verify.script.data_recorder import NUM_EPOCHS, DataRecorder
 from lockstep.study.verify.script.draws import Draws
 from lockstep.study.verify.script.trace import ScriptTrace
 from lockstep.study.verify.script.update_recorder import UpdateRecorder
-from lockstep.telemetry.instrument import Instrument, in_backward
 
 # Collectives that may combine what the ranks have evaluated.
 _COMBINING = ("allreduce", "allgather", "_allgather", "gather", "reduce")

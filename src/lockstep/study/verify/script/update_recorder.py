@@ -15,12 +15,12 @@ from lockstep.base.torch_internals import describe_node
 from lockstep.checkpoints.model_state import unwrap
 from lockstep.comm.fully_shard import is_sharded
 from lockstep.errors import ConfigurationError
+from lockstep.loop.instrument import Instrument, in_backward
 from lockstep.study.verify.fingerprint import Fingerprint, ModelFingerprint, fingerprint, read_rates
 from lockstep.study.verify.interventions import is_batch_norm
 from lockstep.study.verify.script.data_recorder import DataRecorder
 from lockstep.study.verify.script.draws import Draws
 from lockstep.study.verify.script.trace import ScriptStep
-from lockstep.telemetry.instrument import Instrument, in_backward
 
 # Attributes of every module.
 _OWN_ATTRIBUTES = frozenset(vars(nn.Module()))

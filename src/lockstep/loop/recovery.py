@@ -31,7 +31,7 @@ import itertools
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol, runtime_checkable
 
@@ -60,10 +60,10 @@ from lockstep.comm.collectives import (
 )
 from lockstep.comm.generations import Membership
 from lockstep.comm.world import World
-from lockstep.data.loader import BadSample
 from lockstep.data.stream import Stateful
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError, tells_of_others
 from lockstep.health.heartbeat import num_calls
+from lockstep.loop.buffers import BufferSnapshot
 from lockstep.parallel.consistency import Buffers, Replica, checksum, refuse_difference, replica_of
 from lockstep.parallel.ddp.updates import call_before_updates
 from lockstep.parallel.ddp.wrapper import DistributedDataParallel
@@ -71,13 +71,9 @@ from lockstep.parallel.local_sgd import LocalSGD
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
 from lockstep.parallel.zero.partition import options_of
 from lockstep.telemetry.recorder import Place, end_recoveries, num_recorded, record_recovery
-from lockstep.train.evaluate import Evaluation
-from lockstep.train.skipping import BufferSnapshot, NonFiniteStep, Origin
 
 # Size of a message with state.
 _CHUNK_BYTES = 64 * 2**20
-# What the state of a run of `fit` holds beside numbers and strings.
-_OF_FIT = (Evaluation, BadSample, NonFiniteStep, Origin)
 
 
 @runtime_checkable
@@ -156,13 +152,14 @@ class Recovery:
         step: int = 0,
         doing: Callable[[], str] | None = None,
         exchanging: LocalSGD | None = None,
+        kinds: Sequence[type] = (),
         **parts: Stateful,
     ) -> None:
         check_parts(parts)
         averagings = [part for part in parts.values() if isinstance(part, LocalSGD)]
         # If ranks train alone between exchanges, each exchange is an attempt, and steps are not done again.
         averaging = averagings[0] if averagings else exchanging
-        self._world, self._parts = world, parts
+        self._world, self._parts, self._kinds = world, parts, kinds
         self._connected = {name: part for name, part in parts.items() if isinstance(part, Connected)}
         self._engines: list[Connected | LocalSGD] = [*self._connected.values(), *averagings]
         self.step, self._has_state = step, not world.is_late
@@ -344,7 +341,9 @@ class Recovery:
             self._has_state = self._has_state and world.rank == source
             states = {name: _state_of(part) for name, part in self._parts.items()} if world.rank == source else {}
             for rank in lacking if world.rank == source else [world.rank]:
-                received, size = exchange_state(states, source, rank, world.group, world.device, self.refuse_cut)
+                received, size = exchange_state(
+                    states, source, rank, world.group, world.device, self.refuse_cut, self._kinds
+                )
                 num_bytes += size
                 for name in received:
                     part = self._parts[name]
@@ -552,12 +551,18 @@ def _digest(state: Any) -> str:
 
 
 def exchange_state(
-    state: Mapping[str, Any], source: int, to: int, group: Group, device: torch.device, refuse_cut: Callable[[], None]
+    state: Mapping[str, Any],
+    source: int,
+    to: int,
+    group: Group,
+    device: torch.device,
+    refuse_cut: Callable[[], None],
+    kinds: Sequence[type] = (),
 ) -> tuple[dict[str, Any], int]:
     """Send ``state`` from rank ``source`` to rank ``to``; return it there, and nothing at the source; and its bytes.
 
     Called by these two ranks only. Blocks until complete. Tensors arrive on the device that they come from.
-    ``refuse_cut`` raises an error if what has arrived is of no use.
+    ``refuse_cut`` raises an error if what has arrived is of no use. ``kinds``: as for `unpacked_state`.
 
     Raises:
         ConfigurationError: At the source: a part of the state holds what cannot be sent; see `unpacked_state`.
@@ -579,7 +584,7 @@ def exchange_state(
     structure = map_tensors(state, take_out) if is_source else {}
     for name, part in structure.items():
         try:
-            unpacked_state(packed_state(part), _OF_FIT)
+            unpacked_state(packed_state(part), kinds)
         except ValueError as error:
             raise ConfigurationError(
                 f"The state of {name} cannot be sent to the rank that takes the place of a lost one. {error}\n"
@@ -595,7 +600,7 @@ def exchange_state(
     refuse_cut()
     received: dict[str, Any] = {}
     if not is_source:
-        structure, are_on_host = unpacked_state(message, _OF_FIT)
+        structure, are_on_host = unpacked_state(message, kinds)
         received = map_tensors(structure, put_in)
     for tensor in tensors:
         for part in tensor.reshape(-1).view(torch.uint8).split(_CHUNK_BYTES):

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lockstep.observe import steps as module
-from lockstep.observe.monitor import complete
-from lockstep.observe.steps import Steps, num_samples
+from lockstep.loop import steps as module
+from lockstep.loop.monitor import complete
+from lockstep.loop.steps import Steps, num_samples
 from lockstep.telemetry import recorder
 from lockstep.telemetry.record import StepLine, Timeline, to_json
 

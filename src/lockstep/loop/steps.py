@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from lockstep.base.accelerator import is_capturing
 from lockstep.base.containers import find_tensors
-from lockstep.telemetry.instrument import in_backward
+from lockstep.loop.instrument import in_backward
 from lockstep.telemetry.recorder import Moment, add_span, moment
 from lockstep.telemetry.step_times import Mark, Reduction, StepMarks
 

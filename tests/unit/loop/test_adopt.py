@@ -15,7 +15,7 @@ import torch.utils.data
 from torch import nn
 
 import lockstep
-from lockstep.adoption import adopt
+from lockstep.loop.adopt import adopt
 from lockstep.parallel.dp.wrapper import data_parallel
 
 # --- adopting for the length of a block, since the processes that run tests outlive a test

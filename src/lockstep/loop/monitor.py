@@ -26,17 +26,17 @@ from lockstep.base.containers import find_tensors
 from lockstep.comm.collectives import backend_name, default_group, is_initialized
 from lockstep.comm.rendezvous import JOINS
 from lockstep.errors import ConfigurationError
-from lockstep.observe.steps import Steps, num_samples, updates
+from lockstep.loop.instrument import Hook, Instrument, compiled_call, in_backward
+from lockstep.loop.steps import Steps, num_samples, updates
 from lockstep.parallel.ddp.bucket_events import BucketStamps
 from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 from lockstep.parallel.dp.wrapper import DataParallel
+from lockstep.telemetry.destination import Destination, ViewName
 from lockstep.telemetry.figures import Snapshot
-from lockstep.telemetry.instrument import Hook, Instrument, compiled_call, in_backward
 from lockstep.telemetry.provenance import Provenance, gather
 from lockstep.telemetry.record import Event, EventName, num_restarts
 from lockstep.telemetry.recorder import Place, Recorder, has_timeline, is_late, learning_rate_of, moment, num_recorded
 from lockstep.telemetry.step_times import Number, StepMarks
-from lockstep.train.settings import FitSettings, ViewName
 
 # --- `monitor`: one line in a script ----------------------------------------------------------------------------------
 
@@ -112,15 +112,15 @@ def monitor(
     folder: Any = Path("runs") / (Path(sys.argv[0]).stem or "script")
     if _attached is not None:
         _attached.stop()
-        folder = _attached.settings.run_dir
-    settings = FitSettings(run_dir=run_dir or folder, view=view, log_to=log_to or None)
+        folder = _attached.destination.run_dir
+    destination = Destination(run_dir or folder, view, log_to or None)
     global _last
     if _last is not None and not _last.is_closed:
         raise ConfigurationError(
             f"This process is already being recorded, into {_last.run_dir}.\n"
             "Call close() on the result of monitor(), or give all models and optimizers in one call."
         )
-    _last = Watch(models, settings, find_place(), optimizers or None, loaders or None, first_step=first_step)
+    _last = Watch(models, destination, find_place(), optimizers or None, loaders or None, first_step=first_step)
     return _last
 
 
@@ -160,7 +160,7 @@ class Watch:
     def __init__(
         self,
         models: list[nn.Module],
-        settings: FitSettings,
+        destination: Destination,
         place: Place,
         optimizers: Sequence[Optimizer] | None = None,
         loaders: Sequence[DataLoader[Any]] | None = None,
@@ -168,7 +168,7 @@ class Watch:
         first_step: int = 0,
         provenance: Provenance | None = None,
     ) -> None:
-        self.run_dir, self.models, self._loaders, self._place = Path(settings.run_dir or ""), models, loaders, place
+        self.run_dir, self.models, self._loaders, self._place = Path(destination.run_dir), models, loaders, place
         self.is_closed, self._provenance = False, provenance
         self._pid, self._error_before = os.getpid(), getattr(sys, "last_value", None)
         self._device = next(parameter.device for parameter in trained_parameters(models))
@@ -179,19 +179,19 @@ class Watch:
             name = f"rank-{place.rank}.jsonl"
             with suppress(OSError):
                 os.replace(self.run_dir / name, self.run_dir / f"before-restart-{num_restarts()}.{name}")
-        run, log_to = Snapshot(world_size=place.num_ranks), settings.log_to or ()
+        run, log_to = Snapshot(world_size=place.num_ranks), destination.log_to or ()
         self._recorder = Recorder(
             place, [self._device], run, first_step=first_step, run_dir=self.run_dir, log_to=log_to, facts=self._facts
         )
         self._recorder.num_done, self._recorder.on_recovery = lambda: self.num_steps, self._recovered
         display = None
-        if settings.view != "none" and place.rank == 0:
+        if destination.view != "none" and place.rank == 0:
             from lockstep.telemetry.live_view import Display  # imports rich
 
-            display = Display(settings.view, silent=False)
+            display = Display(destination.view, silent=False)
             for sink in self._recorder.sinks:
                 display.log(sink.where)
-        if settings.view != "none" or log_to:
+        if destination.view != "none" or log_to:
             self._recorder.subscribe(display)
         self._recorder.start()
         self._batch_size = self._num_updates = 0
@@ -504,18 +504,18 @@ _MOST_CALLS = 20_000
 def attach(folder: str, view: ViewName = "none", log_to: str = "") -> None:
     """Record this process into ``folder`` as soon as it trains; called before the script starts."""
     global _attached
-    _attached = Attached(FitSettings(run_dir=folder, view=view, log_to=log_to or None))
+    _attached = Attached(Destination(folder, view, log_to or None))
 
 
 class Attached:
     """Finds the training loop of this process, and records it.
 
     Args:
-        settings: The folder for the record, the view and the sinks.
+        destination: The folder for the record, the view and the sinks.
     """
 
-    def __init__(self, settings: FitSettings) -> None:
-        self.settings, self._rank = settings, int(os.environ.get("RANK") or 0)
+    def __init__(self, destination: Destination) -> None:
+        self.destination, self._rank = destination, int(os.environ.get("RANK") or 0)
         # Now, as the script may change the working directory, or initialize CUDA, after which git should not be forked.
         self._provenance = gather(Path(sys.argv[0])) if self._rank == 0 else None
         self._watch: Watch | None = None
@@ -553,7 +553,7 @@ class Attached:
             # No group: the ranks may be at different places in the script, so collectives are not possible.
             name = f"{os.environ.get('TORCHELASTIC_RUN_ID') or 'run'}-{num_restarts()}"
             place = Place(self._rank, int(os.environ.get("WORLD_SIZE") or 1), name=name)
-            self._watch = watch = Watch([module], self.settings, place, provenance=self._provenance)
+            self._watch = watch = Watch([module], self.destination, place, provenance=self._provenance)
         else:
             watch.models.append(module)
             watch.observe([module])

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.comm.collectives import Group
 from lockstep.comm.shm.process_group import CpuProcessGroup
-from lockstep.telemetry.instrument import Instrument
+from lockstep.loop.instrument import Instrument
 
 
 def train(steps: int = 1) -> nn.Module:

@@ -12,10 +12,12 @@ from torch import nn
 from lockstep.comm.collectives import packed_state, unpacked_state
 from lockstep.data.loader import BadSample
 from lockstep.errors import CollectiveError, ConfigurationError
-from lockstep.train import recovery
+from lockstep.loop import recovery
+from lockstep.loop.buffers import BufferSnapshot
+from lockstep.loop.recovery import Changes, Recovery, exchange_state
 from lockstep.train.evaluate import Evaluation
-from lockstep.train.recovery import Changes, Recovery, exchange_state
-from lockstep.train.skipping import BufferSnapshot, NonFiniteStep, Origin
+from lockstep.train.run import _PLAIN
+from lockstep.train.skipping import NonFiniteStep, Origin
 
 
 class Running:
@@ -183,7 +185,7 @@ def test_what_a_run_has_found_so_far_can_be_sent():
         BadSample(sample=4, epoch=0, step=1, cause="it is empty", others=(5,)),
         Evaluation(step=3, metrics={"loss": 0.5}),
     ]
-    received = unpacked_state(packed_state(found), recovery._OF_FIT)
+    received = unpacked_state(packed_state(found), _PLAIN)
     assert received == found and [*map(type, received)] == [*map(type, found)]
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSample
 import lockstep
 from lockstep.comm.world import World
 from lockstep.errors import ConfigurationError
-from lockstep.prepared import PreparedLoader
+from lockstep.loop.prepare import PreparedLoader
 
 
 @pytest.fixture

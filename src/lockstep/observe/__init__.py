@@ -1,1 +1,0 @@
-"""Watches the training loop of a script from outside, and records it as ``fit`` records its own."""
