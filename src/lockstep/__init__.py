@@ -45,28 +45,28 @@ __version__ = "0.1.0"
 
 # Where each public name is.
 _HOMES = {
-    "loop.adopt": ["adopt"],
     "comm.world": ["World", "init", "seed"],
     "data.sampler": ["DistributedSampler"],
     "data.shards": ["ShardedDataset"],
     "launcher.api": ["launch"],
+    "loop.adopt": ["adopt"],
     "loop.monitor": ["monitor"],
+    "loop.prepare": ["prepare"],
+    "loop.recovery": ["Recovery"],
+    "loop.saving": ["load", "save"],
     "parallel.ddp.reducer": ["backward"],
     "parallel.ddp.wrapper": ["DistributedDataParallel"],
     "parallel.dp.wrapper": ["DataParallel"],
     "parallel.local_sgd": ["DiLoCo", "LocalSGD"],
     "parallel.sync_batchnorm": ["SyncBatchNorm"],
     "parallel.zero.optimizer": ["ZeroRedundancyOptimizer"],
-    "loop.prepare": ["prepare"],
     "study.compare.benchmark": ["compare"],
     "study.report.run_page": ["report"],
     "study.tune": ["tune"],
     "study.verify.diagnose": ["verify"],
-    "loop.saving": ["load", "save"],
     "train.callbacks": ["EarlyStopping"],
     "train.fit": ["fit"],
     "train.inference": ["evaluate", "predict"],
-    "loop.recovery": ["Recovery"],
     "train.task": ["Loss", "Task"],
 }
 _MODULES = {name: f"lockstep.{module}" for module, names in _HOMES.items() for name in names}
