@@ -54,14 +54,14 @@ def fit_with(task: Task, settings: FitSettings) -> FitResult:
         _checkpoints(settings, world) as checkpoints,
         contextlib.closing(Run(task, settings, world, signals, checkpoints)) as run,
     ):
-        with profiled(settings, world, range(run.num_steps_done + 1, run.num_steps + 1), run.pause_for) as around:
+        with profiled(settings, world, range(run.num_steps_done + 1, run.state.num_steps + 1), run.pause_for) as around:
             while run.has_more:
                 with run.attempt():
                     run.advance(around)
-        while not run.stops and not run.is_complete:
+        while not run.state.stops and not run.is_complete:
             with run.attempt():
                 run.complete()
-        return run.stop() if run.stops else run.finish()
+        return run.stop() if run.state.stops else run.finish()
 
 
 def _checkpoints(settings: FitSettings, world: World) -> contextlib.AbstractContextManager[Checkpoints | None]:

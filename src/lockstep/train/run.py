@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from lockstep.base import activity
 from lockstep.checkpoints.best import Monitor
 from lockstep.checkpoints.model_state import check_export
-from lockstep.checkpoints.object_store import place_of
 from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.world import World
 from lockstep.data.comparison import check_same_data
@@ -35,6 +34,7 @@ from lockstep.train.plan import Plan, devices_of, plural
 from lockstep.train.profiling import AroundStep
 from lockstep.train.recording import RunRecord
 from lockstep.train.result import FitResult, Throughput
+from lockstep.train.run_state import Action, RunState
 from lockstep.train.settings import FitSettings
 from lockstep.train.skipping import NonFiniteStep, Origin
 from lockstep.train.stopping import StopSignals, called, exit_code_of
@@ -43,16 +43,10 @@ from lockstep.train.trainer import StepRecord, Trainer
 
 if TYPE_CHECKING:
     from lockstep.checkpoints.checkpoint import Checkpoints
-    from lockstep.checkpoints.object_store import Place
 # Number of unreadable samples that are listed individually.
 _NUM_NAMED = 5
 
-# What a rank that takes the place of a lost one gets from another.
-_OF_RUN = (
-    *("_due", "stops", "_has_evaluated", "_evaluations", "_best", "has_new_best"),
-    *("_saved", "_found", "_first_step", "num_steps", "_saves_after"),
-)
-# Its classes that are plain data.
+# The classes of its state that are plain data.
 _PLAIN = (Evaluation, BadSample, NonFiniteStep, Origin)
 
 # --- what rank zero prints -------------------------------------------------------------------------------------------
@@ -120,7 +114,7 @@ class Run:
         self._callbacks = Callbacks([stopping] * (settings.early_stopping is not None) + [*task.callbacks])
         # The steps after which callbacks of this rank have asked for something, see `request`.
         self._asked: dict[str, int] = {}
-        self._saves_after: int | None = None
+        self.state = RunState()
         self._ends_after: int | None = None  # of the run that is resumed
         self._last_step: StepRecord | None = None
         self._recent: list[dict[str, Any]] = []  # events that a lost rank zero may not have delivered
@@ -129,46 +123,31 @@ class Run:
         devices = devices_of(settings, world)
         self.trainer = trainer = Trainer(task, settings, world, strategy=settings.strategy, devices=devices)
         self._evaluator = self._open_evaluator()
-        self._evaluations: list[Evaluation] = []
-        self._best: Evaluation | None = None
-        self._checkpoint: Place | None = None
-        self._announced: Place | None = None  # the last one that callbacks got
-        self._saved: tuple[int, float | None] | None = None
-        self._found: dict[str, float] = {}  # metrics after the step of the newest checkpoint
         signals.progress = self.progress
-        # What is due after the last step, in order; the same on every rank.
-        self._due: list[str] = []
-        self._actions: dict[str, Callable[[], None]] = {
-            "check": trainer.check_replicas,
-            "compare": lambda: self._record.compare_ranks(self._stragglers),
-            "evaluate": self.evaluate,
-            "on_evaluation": self._on_evaluation,
-            "grant": self._grant,
-            "save": self.save,
-        }
         # Without a folder for checkpoints a stopped run could not save.
         if checkpoints is not None:
             trainer.stop_requested = lambda: signals.asked() is not None
             trainer.failure_seen = lambda: checkpoints.failure is not None
-            self._actions["agree"] = checkpoints.agree  # raises an error if a checkpoint could not be written
         trainer.requests = self._requests
-        self.stops = self.has_new_best = self._has_evaluated = self.is_complete = False
+        self.is_complete = False
         self._summary: str | None = None
         self._whole: nn.Module | None = None
         self._final: nn.Module | None = None
         self._throughput, self._started_at = Throughput(), time.perf_counter()
         is_late = world.is_late  # and not after `Recovery`, which takes it into the job
         lines = [] if is_late else self._resume()
-        self._first_step = trainer.num_steps_done
+        self.state.first_step = trainer.num_steps_done
         # A resumed run may have done more steps than it is now asked for, or is about to end, as a callback has asked.
         planned = trainer.plan.num_steps
-        self.num_steps = max(min(planned, self._ends_after or planned), self._first_step)
+        self.state.num_steps = max(min(planned, self._ends_after or planned), self.state.first_step)
         # A rank that takes the place of a lost one gets the state here.
         self._recovery = self._open_recovery(is_late=is_late)
         if is_late and checkpoints is not None:
             checkpoints.lead()  # a spare was not rank zero before
         self._leads = world.is_rank_zero
-        self._record = RunRecord(task, settings, world, trainer, num_steps=self.num_steps, began_with=self._first_step)
+        self._record = RunRecord(
+            task, settings, world, trainer, num_steps=self.state.num_steps, began_with=self.state.first_step
+        )
         self._stragglers = StragglerReporter(functools.partial(self._log, "straggler"))
         self._display = live_view.Display(settings.view, silent=settings.quiet or not world.is_rank_zero)
         self._num_caveats = self._num_skipped = self._num_not_finite = 0  # reported so far
@@ -183,7 +162,7 @@ class Run:
         self._callbacks.given.insert(0, self._record)  # of which the live view and the sinks get their figures
         self._call("on_start")
         if not is_late and self._callbacks.have("on_start"):
-            self._due.insert(0, "grant")
+            self.state.due.insert(0, Action.GRANT)
         averaging = self.trainer.strategy.averaging
         if is_late and averaging is not None and averaging.exchange():  # the one that the others are in
             self._find_due(checks=self.trainer.is_check_due, compares=False)
@@ -206,31 +185,37 @@ class Run:
         return evaluator
 
     def _open_recovery(self, *, is_late: bool) -> Recovery | None:
-        """Return what lets the run go on when a rank is lost, if it can."""
+        """Return what lets the run go on in place when a rank is lost; None if it restarts instead.
+
+        A late rank, which takes the place of a lost one, gets the state of trainer and run from the others here.
+        """
         trainer, averaging = self.trainer, self.trainer.strategy.averaging
         # Where all ranks write a checkpoint, the part of a lost one may be missing: they restart from the one before.
         if not trainer.can_reconnect or (self._checkpoints is not None and averaging is not None):
             return None
         recovery = Recovery(
-            self._world, trainer=trainer, run=self, doing=self._doing, exchanging=averaging, kinds=_PLAIN
+            self._world, doing=self._doing, exchanging=averaging, kinds=_PLAIN, trainer=trainer, run=self
         )
-        if not recovery.is_active:
+        if not recovery.is_active:  # the launcher replaces no ranks
             return None
         if is_late:
             self._find_recovered()
         recovery.on_rejoined = self._rejoined
-        trainer.before_update = recovery.before_update if averaging is None else bool
+        trainer.checks_in_step = False
+        if averaging is None:  # else the exchange is the attempt, and not the step
+            trainer.before_update = recovery.before_update
         return recovery
 
     def _show_plan(self, lines: list[str]) -> None:
         """Print what the run will do, ``lines``, and where its figures go."""
         trainer = self.trainer
-        if self._first_step:
+        first, last = self.state.first_step, self.state.num_steps
+        if first:
             changes = f"; changed: {', '.join(trainer.changes)}" if trainer.changes else ""
-            lines.append(f"resumed after step {self._first_step} of {self.num_steps}{changes}")
-            if self._first_step == self.num_steps:
+            lines.append(f"resumed after step {first} of {last}{changes}")
+            if first == last:
                 lines[-1] = (
-                    f"nothing left to do: all {self.num_steps} steps are done; --epochs N or --steps N for more, or "
+                    f"nothing left to do: all {last} steps are done; --epochs N or --steps N for more, or "
                     "--no-resume for a new run"
                 )
         num_devices = len(trainer.devices) if trainer.group is None else self._world.world_size
@@ -247,24 +232,24 @@ class Run:
         state = self._checkpoints.load(required=self._settings.resume is True)
         if state is not None:
             self.trainer.load_state_dict(state)
-            self._checkpoint = self._checkpoints.path(self.num_steps_done)
-            self._saved = self.num_steps_done, None
-            self._found = {"step": self.num_steps_done}
-            self._best = None if state["best"] is None else Evaluation(**state["best"])
+            self.state.checkpoint = self._checkpoints.path(self.num_steps_done)
+            self.state.saved = self.num_steps_done, None
+            self.state.found = {"step": self.num_steps_done}
+            self.state.best = None if state["best"] is None else Evaluation(**state["best"])
             self._callbacks.load_state_dict(state.get("callbacks", {}))
-            self._ends_after, self._saves_after = state.get("requested", (None, None))
+            self._ends_after, self.state.saves_after = state.get("requested", (None, None))
             # A stopped run has saved without the evaluation that was due after the same step.
-            self._due = ["evaluate"] * (state["owes_evaluation"] and self._evaluator is not None)
+            self.state.due = [Action.EVALUATE] * (state["owes_evaluation"] and self._evaluator is not None)
             if self._ends_after == self.num_steps_done:  # saved as at the end: then more steps may be asked for
-                self._due.append("save")
-                self._saved = None
+                self.state.due.append(Action.SAVE)
+                self.state.saved = None
         return [f"passed over the checkpoint {why}" for why in self._checkpoints.passed_over]
 
     def progress(self) -> str:
         """Return in words what the run has done. Does not wait for the device."""
         last = self._last_step
         loss = "" if last is None or not last.loss.is_cpu else f", loss {float(last.loss):.4f}"
-        return f"step {self.num_steps_done} of {self.num_steps}{loss}"
+        return f"step {self.num_steps_done} of {self.state.num_steps}{loss}"
 
     @property
     def num_steps_done(self) -> int:
@@ -273,26 +258,26 @@ class Run:
 
     def is_due(self, every: int | None) -> bool:
         """Return whether an action is due that happens ``every`` so many steps (None: each epoch), and at the end."""
-        every = every or self.trainer.plan.order.steps_per_epoch or self.num_steps
+        every = every or self.trainer.plan.order.steps_per_epoch or self.state.num_steps
         done = self.trainer.num_steps_done
-        return done >= self.num_steps or done % every == 0
+        return done >= self.state.num_steps or done % every == 0
 
     @property
     def _trains(self) -> bool:
-        return self.trainer.num_steps_done < self.num_steps and not self.stops
+        return self.trainer.num_steps_done < self.state.num_steps and not self.state.stops
 
     @property
     def has_more(self) -> bool:
         """Whether there is something to do before the run is finished or stopped."""
         trains = self._trains
-        if not self._due and not trains and not self.stops and not self._has_evaluated:
-            self._due = ["evaluate"]  # once, in a run that was resumed at its end
-        return trains or bool(self._due)
+        if not self.state.due and not trains and not self.state.stops and not self.state.has_evaluated:
+            self.state.due = [Action.EVALUATE]  # once, in a run that was resumed at its end
+        return trains or bool(self.state.due)
 
     def attempt(self) -> contextlib.AbstractContextManager[None]:
         """Return a context for `advance`; if a rank is lost in it, the same is done again."""
         # A step of ranks that train alone does not need the others; its exchange is an attempt of its own.
-        is_alone = self.trainer.strategy.averaging is not None and not self._due and self._trains
+        is_alone = self.trainer.strategy.averaging is not None and not self.state.due and self._trains
         return contextlib.nullcontext() if self._recovery is None or is_alone else self._recovery.attempt()
 
     def advance(self, around: AroundStep) -> None:
@@ -301,21 +286,40 @@ class Run:
         Args:
             around: From the number of a step to its context.
         """
-        if self._due:
-            due = self._due[0]
-            self._actions[due]()
+        if self.state.due:
+            due = self.state.due[0]
+            self._do(due)
             if self._recovery is not None:
                 self._recovery.refuse_cut()
-            self._due.pop(0)
-            if due == "evaluate" and self.has_new_best and "save" not in self._due:
-                self._due.insert(0, "save")
+            self.state.due.pop(0)
+            if due == Action.EVALUATE and self.state.has_new_best and Action.SAVE not in self.state.due:
+                self.state.due.insert(0, Action.SAVE)
             # Not with the evaluation, which is done again if a rank is lost in it.
-            follows = {"evaluate": "on_evaluation", "on_evaluation": "grant"}.get(due)
+            follows = {Action.EVALUATE: Action.ON_EVALUATION, Action.ON_EVALUATION: Action.GRANT}.get(due)
             if follows is not None and self._evaluator is not None and self._callbacks.have("on_evaluation"):
-                self._due.insert(0, follows)
+                self.state.due.insert(0, follows)
             return
         with around(self.trainer.num_steps_done + 1):
             self.step()
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case Action.AGREE:
+                assert self._checkpoints is not None
+                self._checkpoints.agree()
+            case Action.CHECK:
+                self.trainer.check_replicas()
+            case Action.COMPARE:
+                self._record.compare_ranks(self._stragglers)
+            case Action.EVALUATE:
+                self.evaluate()
+            case Action.ON_EVALUATION:
+                with self.trainer.averaged():
+                    self._call("on_evaluation")
+            case Action.GRANT:
+                self._grant()
+            case Action.SAVE:
+                self.save()
 
     def step(self) -> None:
         """Train on the next global batch, and find what is due after it."""
@@ -329,22 +333,22 @@ class Run:
         trainer = self.trainer
         if trainer.bad_samples.skipped or trainer.nonfinite.found or trainer.caveats:
             self._report()
-        self.stops, failed, ends, saves = trainer.reported()
+        self.state.stops, failed, ends, saves = trainer.reported()
         granted_after = self.num_steps_done + trainer.reports_in
         if ends:
             self._end_after(granted_after)
         if saves:
-            self._saves_after = granted_after
-        self._due = ["agree"] * failed
-        self._due += ["check"] * checks + ["compare"] * compares
-        if not self.stops:
-            self._due += self._planned()
+            self.state.saves_after = granted_after
+        self.state.due = [Action.AGREE] * failed
+        self.state.due += [Action.CHECK] * checks + [Action.COMPARE] * compares
+        if not self.state.stops:
+            self.state.due += self._planned()
 
-    def _planned(self) -> list[str]:
+    def _planned(self) -> list[Action]:
         """Return what is planned after the last step."""
-        settings, saves = self._settings, self._saves_after == self.num_steps_done
-        planned = ["evaluate"] * (self._evaluator is not None and self.is_due(settings.eval_every))
-        return planned + ["save"] * (saves or self.is_due(settings.checkpoint_every))
+        settings, saves = self._settings, self.state.saves_after == self.num_steps_done
+        planned = [Action.EVALUATE] * (self._evaluator is not None and self.is_due(settings.eval_every))
+        return planned + [Action.SAVE] * (saves or self.is_due(settings.checkpoint_every))
 
     # --- callbacks ----------------------------------------------------------------------------------------------------
 
@@ -362,26 +366,22 @@ class Run:
         """Call the method ``point`` of the callbacks. What it asks for is done by `_grant`, or with the next steps."""
         if not self._callbacks.have(point):
             return
-        made, world = self._evaluations, self._world
+        made, world = self.state.evaluations, self._world
         view = RunView(
             rank=world.rank,
             world_size=world.world_size,
             step=self.num_steps_done,
-            num_steps=self.num_steps,
+            num_steps=self.state.num_steps,
             steps_per_epoch=self.trainer.plan.order.steps_per_epoch,
             last_step=self._last_step,
-            due=self._planned(),
+            due=[action.value for action in self._planned()],
             metrics=made[-1].metrics if made else {},
-            best=self._best,
-            checkpoint=self._checkpoint,
-            found=self._found,
+            best=self.state.best,
+            checkpoint=self.state.checkpoint,
+            found=self.state.found,
             _run=self,
         )
         self._callbacks.call(point, view)
-
-    def _on_evaluation(self) -> None:
-        with self.trainer.averaged():
-            self._call("on_evaluation")
 
     def request(self, verb: str, why: str = "") -> None:
         """Ask all ranks, for a callback of this one, to ``stop`` or to ``save``; see `RunView`.
@@ -407,9 +407,9 @@ class Run:
 
     def _end_after(self, step: int) -> None:
         """End the run after this step, as a callback has asked for it."""
-        if "stop" not in self._asked and step < self.num_steps:
+        if "stop" not in self._asked and step < self.state.num_steps:
             self._log("remark", "stopped early: a callback of another rank has asked for it")
-        self.num_steps = min(self.num_steps, step)
+        self.state.num_steps = min(self.state.num_steps, step)
 
     def _grant(self) -> None:
         """Do what callbacks of any rank have asked for, after what is due already. Collective: every rank."""
@@ -418,9 +418,11 @@ class Run:
         if "stop" in verbs:
             self._end_after(done)
         self._asked = {}
-        is_measured = self._evaluator is None or (bool(self._evaluations) and self._evaluations[-1].step == done)
-        wanted = ["evaluate"] * ("stop" in verbs and not is_measured) + ["save"] * bool(verbs)
-        self._due += [action for action in wanted if action not in self._due]
+        is_measured = self._evaluator is None or (
+            bool(self.state.evaluations) and self.state.evaluations[-1].step == done
+        )
+        wanted = [Action.EVALUATE] * ("stop" in verbs and not is_measured) + [Action.SAVE] * bool(verbs)
+        self.state.due += [action for action in wanted if action not in self.state.due]
 
     def log(self, name: str, value: float | Tensor) -> None:
         """Record a number for a callback; see `RunView.log`."""
@@ -430,31 +432,30 @@ class Run:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the ranks know together and the trainer has not; see `Recovery`."""
-        trainer, of_run = self.trainer, {name: getattr(self, name) for name in _OF_RUN}
-        lists = [trainer.nonfinite.found, trainer.bad_samples.skipped]
-        seconds = time.perf_counter() - self._started_at
-        done = {"throughput": self._throughput.state(), "callbacks": self._callbacks.state_dict()}
-        places = [place and str(place) for place in (self._checkpoint, self._announced)]
-        recent = self._record.recent_events()
-        return {"own": of_run, "lists": lists, "seconds": seconds, "places": places, "recent": recent, **done}
+        trainer = self.trainer
+        return {
+            "run": self.state.state_dict(),
+            "lists": [trainer.nonfinite.found, trainer.bad_samples.skipped],
+            "seconds": time.perf_counter() - self._started_at,
+            "throughput": self._throughput.state(),
+            "callbacks": self._callbacks.state_dict(),
+            "recent": self._record.recent_events(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Use the `state_dict` of another rank."""
-        trainer = self.trainer
-        for name in _OF_RUN:
-            setattr(self, name, state["own"][name])
-        self._checkpoint, self._announced = (place and place_of(place) for place in state["places"])
-        trainer.nonfinite.found[:], trainer.bad_samples.skipped[:] = state["lists"]
-        self._callbacks.load_state_dict(state["callbacks"])
-        self._throughput.load(state["throughput"])
-        self._recent = state["recent"]
+        self.state = RunState.of(state["run"])
+        self.trainer.nonfinite.found[:], self.trainer.bad_samples.skipped[:] = state["lists"]
         self._started_at = time.perf_counter() - state["seconds"]
+        self._throughput.load(state["throughput"])
+        self._callbacks.load_state_dict(state["callbacks"])
+        self._recent = state["recent"]
 
     def _doing(self) -> str:
-        names = {"evaluate": "evaluation", "save": "checkpoint"}
+        names = {Action.EVALUATE: "evaluation", Action.SAVE: "checkpoint"}
         done = self.num_steps_done
-        if self._due:
-            return f"the {names.get(self._due[0], 'check')} after step {done}"
+        if self.state.due:
+            return f"the {names.get(self.state.due[0], 'check')} after step {done}"
         if done >= self.trainer.plan.num_steps:
             return "the end of the run"
         return f"step {done + 1}" if self.trainer.strategy.averaging is None else f"the exchange after step {done}"
@@ -472,9 +473,9 @@ class Run:
 
     def _find_recovered(self) -> None:
         """Find what is due after a recovery: the ranks compare what they hold."""
-        if self.trainer.strategy.averaging is None and self._due[:1] != ["check"]:
+        if self.trainer.strategy.averaging is None and self.state.due[:1] != [Action.CHECK]:
             self.trainer.alike_after = None
-            self._due.insert(0, "check")
+            self.state.due.insert(0, Action.CHECK)
 
     def pause_for(self, event: EventName, act: Callable[[], str]) -> None:
         """Pause the training for ``act``, and log the text that it returns. Collective: every rank."""
@@ -487,25 +488,27 @@ class Run:
 
     def evaluate(self) -> None:
         """Evaluate the model, if the task has evaluation data. Collective: every rank."""
-        self._has_evaluated = True
+        self.state.has_evaluated = True
         if self._evaluator is None:
             return
         self._settle()
         activity.now.phase = "evaluation"
         with self.trainer.averaged():
             evaluation = Evaluation(self.num_steps_done, self._evaluator.run())
-        self._evaluations.append(evaluation)
+        self.state.evaluations.append(evaluation)
         self.trainer.note_evaluation(evaluation.metrics["loss"])
         score = self._monitor.score(evaluation.metrics)
-        is_comparable = self._best is not None and self._monitor.name in self._best.metrics  # else of another metric
-        if self._best is None or not is_comparable or score < self._monitor.score(self._best.metrics):
-            self._best, self.has_new_best = evaluation, bool(self._settings.keep_best)
+        is_comparable = (
+            self.state.best is not None and self._monitor.name in self.state.best.metrics
+        )  # else of another metric
+        if self.state.best is None or not is_comparable or score < self._monitor.score(self.state.best.metrics):
+            self.state.best, self.state.has_new_best = evaluation, bool(self._settings.keep_best)
         text = f"evaluation: {'  '.join(f'{name} {value:.4f}' for name, value in evaluation.metrics.items())}"
         if self._evaluator.skipped:
             text += f"  without {len(self._evaluator.skipped)} that cannot be read"
         per_epoch = self.trainer.plan.order.steps_per_epoch
         epoch = "" if per_epoch is None else f"epoch {evaluation.step / per_epoch:.1f}  "
-        self._display.log(f"{epoch}step {evaluation.step}/{self.num_steps}  {text}")
+        self._display.log(f"{epoch}step {evaluation.step}/{self.state.num_steps}  {text}")
         self._record.event("evaluation", text, evaluation.metrics)
 
     def save(self, *, owes_evaluation: bool = False) -> None:
@@ -513,11 +516,11 @@ class Run:
 
         Collective: every rank. Blocks rank zero until the previous one is on disk and the state is copied.
         """
-        made, step = self._evaluations, self.num_steps_done
+        made, step = self.state.evaluations, self.num_steps_done
         metrics = made[-1].metrics if made and made[-1].step == step else {}
         loss = metrics.get("loss")
-        self.has_new_best = False
-        if self._checkpoints is None or self._saved == (step, loss):
+        self.state.has_new_best = False
+        if self._checkpoints is None or self.state.saved == (step, loss):
             return  # for example if the last step ends an epoch
         self._settle()
         activity.now.phase = "checkpoint"
@@ -525,37 +528,39 @@ class Run:
             self._complete_checkpoint()
         self.trainer.check_samples(*self.trainer.read)
         self.trainer.check_replicas()  # the saved state must be that of all ranks
-        best = None if self._best is None else asdict(self._best)
+        best = None if self.state.best is None else asdict(self.state.best)
         state = self.trainer.state_dict() | {"best": best, "owes_evaluation": owes_evaluation}
         state["callbacks"] = self._callbacks.state_dict()
         # Also if a signal came with the last step that was asked for: the run has not ended.
-        is_ending = (step < self.num_steps or self.stops) and self.num_steps < self.trainer.plan.num_steps
-        state["requested"] = self.num_steps if is_ending else None, self._saves_after
-        self._checkpoint = self._checkpoints.save(state, step=step, metrics=metrics)
-        self._saved = (step, loss)
-        self._found = {"step": step}
+        is_ending = (
+            step < self.state.num_steps or self.state.stops
+        ) and self.state.num_steps < self.trainer.plan.num_steps
+        state["requested"] = self.state.num_steps if is_ending else None, self.state.saves_after
+        self.state.checkpoint = self._checkpoints.save(state, step=step, metrics=metrics)
+        self.state.saved = (step, loss)
+        self.state.found = {"step": step}
         if self._throughput.losses:  # none if a resumed run only did its pending evaluation
-            self._found["train/loss"] = self._throughput.losses[-1]
-        self._found |= {EVALUATION.name_of(name): value for name, value in metrics.items()}
+            self.state.found["train/loss"] = self._throughput.losses[-1]
+        self.state.found |= {EVALUATION.name_of(name): value for name, value in metrics.items()}
         self._record.event("checkpoint", f"checkpoint after step {step}")
 
     def _complete_checkpoint(self) -> None:
         """Wait until the newest checkpoint is on disk, and call ``on_checkpoint``. Collective: every rank."""
         if self._checkpoints is not None:
             self._checkpoints.finish()
-            if self._checkpoint not in (None, self._announced):
-                self._announced = self._checkpoint
+            if self.state.checkpoint not in (None, self.state.announced):
+                self.state.announced = self.state.checkpoint
                 self._call("on_checkpoint")
-                self._due.insert(1, "grant")  # after the save, in which this one is announced
+                self.state.due.insert(1, Action.GRANT)  # after the save, in which this one is announced
 
     def _end(self) -> None:
         """Take the weights that `fit` returns, and call ``on_end``. Collective: every rank."""
         is_first, checkpoints = self._final is None, self._checkpoints
         self._final = self.trainer.final_model()
-        if self._settings.load_best and checkpoints is not None and not self.stops and self._has_best():
+        if self._settings.load_best and checkpoints is not None and not self.state.stops and self._has_best():
             state = checkpoints.load_best()
             self.trainer.load_weights(state)
-            step, best = state["state"]["num_steps_done"], self._best
+            step, best = state["state"]["num_steps_done"], self.state.best
             text = f"weights of the best evaluation, after step {step}"
             if best is not None and step != best.step:  # rank zero was lost while it wrote that checkpoint
                 text = (
@@ -567,7 +572,7 @@ class Run:
 
     def _has_best(self) -> bool:
         """Return whether an evaluation was the best; otherwise log that there is none."""
-        has_best = self._best is not None and math.isfinite(self._monitor.score(self._best.metrics))
+        has_best = self.state.best is not None and math.isfinite(self._monitor.score(self.state.best.metrics))
         if not has_best:
             self._log("remark", f"{self._monitor.name} was never a number: the weights are those of the last step")
         return has_best
@@ -580,7 +585,7 @@ class Run:
         owes_evaluation = self._evaluator is not None and self.is_due(self._settings.eval_every)
         # What callbacks have asked for after the last steps has not been granted: the resumed run ends after two more.
         asked = all_gather_object(self._asked.get("stop"), group=self._world.group, device=self._world.device)
-        self.num_steps = min([self.num_steps, *(step + 2 for step in asked if step is not None)])
+        self.state.num_steps = min([self.state.num_steps, *(step + 2 for step in asked if step is not None)])
         self.save(owes_evaluation=owes_evaluation)
         self._complete_checkpoint()
         self._end()
@@ -590,8 +595,8 @@ class Run:
         losses = self._throughput.read()
         loss = f", loss {losses[-1]:.4f}" if losses else ""
         text = (
-            f"Stopped by {called(name)} after step {self.num_steps_done} of {self.num_steps}{loss}, saved in "
-            f"{self._checkpoint}.\nThe same command resumes from there."
+            f"Stopped by {called(name)} after step {self.num_steps_done} of {self.state.num_steps}{loss}, saved in "
+            f"{self.state.checkpoint}.\nThe same command resumes from there."
         )
         self._summary = self._record.finish("stop", text)
         self._log_summary()
@@ -602,10 +607,10 @@ class Run:
 
     def complete(self) -> None:
         """Complete the run with the other ranks. Collective: every rank. All files are written when it returns."""
-        if self._first_step < self.num_steps:
+        if self.state.first_step < self.state.num_steps:
             self._settle()
         self._complete_checkpoint()
-        self._due.clear()  # what a callback may just have asked for is done
+        self.state.due.clear()  # what a callback may just have asked for is done
         self._end()
         self._summary = self._record.finish("end", f"{self.num_steps_done} steps done")
         if self._settings.export is not None:
@@ -642,21 +647,21 @@ class Run:
 
     def _log_summary(self) -> None:
         """Print where the time went."""
-        if self._summary is not None and self._first_step < self.num_steps_done:
+        if self._summary is not None and self.state.first_step < self.num_steps_done:
             self._display.log(self._summary)
 
     def _result(self, *, stopped: str | None = None) -> FitResult:
-        skipped, throughput = self.trainer.bad_samples.skipped, self._throughput
+        skipped, throughput, checkpoint = self.trainer.bad_samples.skipped, self._throughput, self.state.checkpoint
         return FitResult(
-            first_step=self._first_step,
+            first_step=self.state.first_step,
             num_steps=self.num_steps_done,
             losses=throughput.losses,
-            evaluations=self._evaluations,
-            best=self._best,
+            evaluations=self.state.evaluations,
+            best=self.state.best,
             num_samples=throughput.num_samples - len(skipped),
             samples_per_s=throughput.samples_per_s,
             seconds=time.perf_counter() - self._started_at,
-            checkpoint=self._checkpoint if isinstance(self._checkpoint, Path | None) else str(self._checkpoint),
+            checkpoint=checkpoint if isinstance(checkpoint, Path | None) else str(checkpoint),
             skipped_samples=len(skipped),
             first_skipped=tuple(skipped[:_NUM_NAMED]),
             not_finite=tuple(self.trainer.nonfinite.found),

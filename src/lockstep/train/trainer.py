@@ -74,8 +74,8 @@ class StepRecord:
         grad_norm: Global norm of the gradient before clipping, if it was needed.
         updated: Whether the optimizer made a step; False after an overflow in fp16, and without synchronisation.
         count: Number of items, such as tokens, that the loss is a mean over, a 0-dimensional tensor; None: samples.
-        checks: Whether `check_replicas` is due after it, as set; the same on every rank. Done already, unless there is
-            a `Trainer.before_update`.
+        checks: Whether `check_replicas` is due after it, as set; the same on every rank. Done already with
+            `Trainer.checks_in_step`.
         timer: The time by phase.
     """
 
@@ -149,6 +149,7 @@ class Trainer:
         self._began_with: tuple[int, dict[str, Any]] | None = None  # in a step: updates and loss scaling before it
         # Called after the last collective of a step and before its update; see loop/recovery.py.
         self.before_update: Callable[[], object] | None = None
+        self.checks_in_step = True  # else a rank may be lost in `check_replicas`, when the step is complete
         self._task, self._name = task, strategy
         with self.arithmetic.applied():
             shards = self._divide(world)
@@ -468,7 +469,7 @@ class Trainer:
                 self.strategy.end_step(step, metrics.flags)  # in which a rank that is lost may be replaced
             timer.begin("")
             checks = group is not None and self.is_check_due
-            if checks and self.before_update is None:  # else a rank may be lost in it, when the step is complete
+            if checks and self.checks_in_step:
                 self.check_replicas()
         return StepRecord(step, num_samples, metrics.loss, norm, updated, metrics.count, checks, timer)
 
