@@ -338,11 +338,11 @@ def test_a_stop_is_seen_on_all_ranks_after_the_next_step(on_sim):
     def run(world):
         loop = Trainer(make_task(), Settings(), world, strategy="ddp", devices=[world.device])
         loop.step()
-        loop.stop_requested = lambda: world.rank == 1
+        loop.reports.stops = lambda: world.rank == 1
         loop.step()
-        soon = loop.reported()
+        soon = loop.reports.of_all()
         loop.step()
-        seen = loop.reported()
+        seen = loop.reports.of_all()
         loop.settle()
         loop.close()
         return soon, seen

@@ -126,9 +126,9 @@ class Run:
         signals.progress = self.progress
         # Without a folder for checkpoints a stopped run could not save.
         if checkpoints is not None:
-            trainer.stop_requested = lambda: signals.asked() is not None
-            trainer.failure_seen = lambda: checkpoints.failure is not None
-        trainer.requests = self._requests
+            trainer.reports.stops = lambda: signals.asked() is not None
+            trainer.reports.fails = lambda: checkpoints.failure is not None
+        trainer.reports.requests = self._requests
         self.is_complete = False
         self._summary: str | None = None
         self._whole: nn.Module | None = None
@@ -333,7 +333,7 @@ class Run:
         trainer = self.trainer
         if trainer.bad_samples.skipped or trainer.nonfinite.found or trainer.caveats:
             self._report()
-        self.state.stops, failed, ends, saves = trainer.reported()
+        self.state.stops, failed, ends, saves = trainer.reports.of_all()
         granted_after = self.num_steps_done + trainer.reports_in
         if ends:
             self._end_after(granted_after)
@@ -526,7 +526,7 @@ class Run:
         activity.now.phase = "checkpoint"
         if self._callbacks.have("on_checkpoint"):
             self._complete_checkpoint()
-        self.trainer.check_samples(*self.trainer.read)
+        self.trainer.reports.check_samples(*self.trainer.reports.read)
         self.trainer.check_replicas()  # the saved state must be that of all ranks
         best = None if self.state.best is None else asdict(self.state.best)
         state = self.trainer.state_dict() | {"best": best, "owes_evaluation": owes_evaluation}

@@ -449,7 +449,7 @@ class GradientList:
 
 # --- sums over the ranks ----------------------------------------------------------------------------------------------
 
-NUM_FLAGS = 8  # see `StepMetrics.flags`
+NUM_FLAGS = 8  # see `Reports.flags`
 
 
 @dataclass
@@ -484,7 +484,7 @@ class StepMetrics:
         self._sums: Tensor | None = None
         self._future: Future[Any] | None = None
 
-    def add(self, parts: Sequence[Part], flags: Sequence[int] | None) -> list[Tensor]:
+    def add(self, parts: Sequence[Part], flags: Sequence[float] | None) -> list[Tensor]:
         """Add the losses of this process's shares of a micro-batch; return their values.
 
         With the ``flags`` of this rank, after the last micro-batch, start to sum over the ranks. Collective then: every

@@ -19,27 +19,27 @@ from lockstep.base.accelerator import HostCopy, synchronize, widest_dtype
 from lockstep.checkpoints import model_state
 from lockstep.comm.collectives import Group, all_gather_object, all_reduce
 from lockstep.comm.world import World
-from lockstep.data.comparison import check_same_samples
 from lockstep.data.loader import BatchIterator, LoadOptions, MicroBatch, load_order
 from lockstep.data.order import Purpose, ShardOrder
 from lockstep.data.shards import HasShardOrder
 from lockstep.data.stream import StreamOrder
 from lockstep.errors import CheckpointError, ConfigurationError, LockstepError
 from lockstep.parallel.compile import compile_in_place
-from lockstep.parallel.consistency import check_models_agree, refuse_difference
+from lockstep.parallel.consistency import refuse_difference
 from lockstep.parallel.ddp.bucket_events import BucketStamps
 from lockstep.parallel.ddp.bucket_gradients import gradients_of
-from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 from lockstep.parallel.flat import are_finite
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
 from lockstep.telemetry.recorder import StepTimer
 from lockstep.telemetry.step_times import StepTimes
 from lockstep.train import optimizers, step_parts
-from lockstep.train.plan import PER_PROCESS, VirtualShards, make_plan
+from lockstep.train.plan import VirtualShards, make_plan
+from lockstep.train.reports import Reports
 from lockstep.train.settings import Settings, StrategyName, check_engine
 from lockstep.train.skipping import BadSamples, Computed, NonFiniteGuard
 from lockstep.train.strategies import reproducible
 from lockstep.train.strategies import strategy as strategies
+from lockstep.train.strategies.choice import make_strategy
 from lockstep.train.task import (
     Task,
     build_dataset,
@@ -115,9 +115,7 @@ class Trainer:
         group: The ranks that train together; None: only this process.
         bad_samples, nonfinite: Samples and steps that were skipped so far.
         num_steps_done: Number of steps done, including those before a resume.
-        stop_requested, failure_seen: Flags that this rank sends to the others with each step: whether the run is to
-            stop, and whether something failed outside of the steps, such as a write to disk.
-        requests: Likewise: whether callbacks request the end of the run, and a checkpoint.
+        reports: What this rank sends to the others with each step, and gets from them.
         average: The averaged weights of `Task.ema`.
         caveats: Reasons why the bits may differ from those of another run, to be shown to the user.
         changes: What the plan of a resumed run has changed, such as ``steps from 100 to 200``.
@@ -135,16 +133,10 @@ class Trainer:
         late = reproducible.find_late_cublas(self.device) if is_exact else None
         self.caveats = [] if late is None else [late]
         self.changes: list[str] = []
-        self.stop_requested: Callable[[], bool] = bool  # which returns False
-        self.failure_seen: Callable[[], bool] = bool
-        self.requests: Callable[[], tuple[bool, bool]] = lambda: (False, False)
         self.num_steps_done = self._num_updates = 0
         self._sync, self._has_counts = True, False
         # Read in the next step: the report of the last step; its micro-batches, None without an update; its number.
         self._unsettled: tuple[HostCopy, Computed | None, int] | None = None
-        self._reported = [0.0] * 4
-        # Checksum and step of what all ranks have read of a stream: the newest, and what the last exchange compared.
-        self.read = self._compared = ("", 0)
         self._needs_closure = self._is_updating = False
         self._began_with: tuple[int, dict[str, Any]] | None = None  # in a step: updates and loss scaling before it
         # Called after the last collective of a step and before its update; see loop/recovery.py.
@@ -206,7 +198,17 @@ class Trainer:
         # Made as on a new rank, which gets to know later what callbacks have frozen or unfrozen.
         now = {name: parameter.requires_grad for name, parameter in self._model.named_parameters()}
         self._switch({name: name in self._began_trained for name in now})
-        self.strategy: strategies.Strategy = self._make_strategy(world, shards, is_first=is_first)
+        objective = step_parts.Objective(task, settings.precision)
+        self.strategy: strategies.Strategy
+        if shards is None:
+            self.strategy = make_strategy(
+                self._name, self._model, objective, settings, world, self.devices, self.plan, is_first=is_first
+            )
+        else:
+            group = world.group if self._name == "ddp" else None
+            self.strategy = reproducible.Reproducible(
+                self._model, objective, shards, self.devices, group, is_first=is_first
+            )
         self._switch(now)
         self.group: Group | None = self.strategy.group
         if shards is not None and self.group is not None:
@@ -268,7 +270,8 @@ class Trainer:
             self.nonfinite = NonFiniteGuard(*parts)
             if (averaging := self.strategy.averaging) is not None:
                 averaging.flags, averaging.on_flags = [0.0] * step_parts.NUM_FLAGS, self._take_flags
-        self.bad_samples.group = self.group
+            self.reports = Reports(self.group, self.device)
+        self.bad_samples.group = self.reports.group = self.group
         self.nonfinite.strategy, self.nonfinite.plan = self.strategy, self.plan
 
     def _switch(self, trained: Mapping[str, bool]) -> None:
@@ -331,7 +334,7 @@ class Trainer:
                 self.batches.seek(self.num_steps_done, state)
             if isinstance(self.strategy, strategies.LocalSteps):
                 self.strategy.reconnect(world)
-                self.group = self.bad_samples.group = self.strategy.group
+                self.group = self.bad_samples.group = self.reports.group = self.strategy.group
                 return
             self._connect(world, shards, is_first=False)
         if old is not None and (new := self.strategy.ours) is not None:
@@ -358,66 +361,6 @@ class Trainer:
             self.strategy.ours.use_plan(buckets)
             if isinstance(self.optimizer, ZeroRedundancyOptimizer):
                 self.optimizer.reconnect(self.strategy.ours.process_group, self.strategy.ours.reducer)
-
-    def _make_strategy(self, world: World, shards: VirtualShards | None, *, is_first: bool) -> strategies.Strategy:
-        """Return the strategy. Collective for those with a process for each device: every rank.
-
-        Raises:
-            ConfigurationError: It cannot run on these devices.
-        """
-        name, model, devices, settings = self._name, self._model, self.devices, self.settings
-        objective = step_parts.Objective(self._task, settings.precision)
-        if shards is not None:
-            group = world.group if name == "ddp" else None
-            return reproducible.Reproducible(model, objective, shards, devices, group, is_first=is_first)
-        if any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules()):
-            if name == "torch-ddp" and self.device.type == "cpu":
-                raise ConfigurationError(
-                    "torch's DistributedDataParallel does not support SyncBatchNorm layers on the CPU.\n"
-                    "Use strategy ddp, and omit torch-ddp from a comparison (--strategies dp,ddp)."
-                )
-            from lockstep.parallel.sync_batchnorm import SyncBatchNorm
-
-            for layer in model.modules():
-                if name not in PER_PROCESS and isinstance(layer, SyncBatchNorm):
-                    # The ranks of a process group, if there is one, do not train this model: do not wait for them.
-                    layer.alone = True
-        if name == "single":
-            return strategies.Single(model, objective)
-        if name == "dp":
-            return strategies.Replicated(model, objective, devices)
-        if name == "torch-dp":
-            if any(device.type != "cuda" for device in devices):
-                raise ConfigurationError(
-                    "Strategy torch-dp needs CUDA devices: torch.nn.DataParallel does nothing on CPUs.\n"
-                    "Use strategy dp, which runs on CPUs too."
-                )
-            return strategies.Single(nn.DataParallel(model, device_ids=[device.index for device in devices]), objective)
-        if name in ("fsdp", "torch-ddp"):  # torch's classes do not compare names
-            named = model.named_parameters(remove_duplicate=False)
-            check_models_agree(named, model.named_buffers(), group=world.group, device=world.device)
-        if name == "fsdp":
-            return strategies.FullyShard(model, objective, world, devices[0], compiles=settings.compile)
-        distributed = partial(strategies.Distributed, model, objective, world.group, world.device)
-        if name == "torch-ddp":
-            return distributed(nn.parallel.DistributedDataParallel)
-        compression, cap_mb = settings.compression, settings.bucket_cap_mb
-        every = 1000 if settings.check_replicas else 0  # besides the checks of this class
-        wrap = partial(
-            DistributedDataParallel,
-            compression=compression,
-            bucket_cap_mb=cap_mb,
-            init_sync=is_first,
-            check_replicas=every,
-        )
-        if name in ("local-sgd", "diloco"):
-            return strategies.LocalSteps(name, model, objective, world, settings, self.plan.num_steps)
-        return distributed(
-            wrap,
-            overlap_optimizer=settings.overlap_optimizer,
-            shards_optimizer=name == "ddp-zero1",
-            redundancy=settings.redundancy > 0,
-        )
 
     # --- one step -----------------------------------------------------------------------------------------------------
 
@@ -492,7 +435,7 @@ class Trainer:
             if micro.bad:
                 self.bad_samples.add(micro)
             if micro.note is not None:
-                self.read = micro.note.checksum, micro.step
+                self.reports.read = micro.note.checksum, micro.step
             is_last = index == num_micro - 1
             losses: list[Tensor] = []
             on_losses = partial(self._add_losses, metrics, losses, is_last=is_last, compares=group is not None)
@@ -535,17 +478,7 @@ class Trainer:
         if self.policy is Update.IN_BACKWARD:  # parameters are updated as soon as their bucket is reduced
             self.update_average(is_used=False)
             self._scheduler.advance(self._num_updates)
-        flags = None
-        if is_last:
-            number = 0
-            if compares:
-                self._compared, self.read = self.read, ("", 0)
-                number = int(self._compared[0][:4] or "0", 16)
-            reports = [self.stop_requested(), self.failure_seen(), *self.requests()]
-            if self.group is None:
-                self._reported = [*map(float, reports)]
-            # All ranks have read the same if the sum of the squares is that of equal numbers.
-            flags = [len(self.bad_samples.pending), *reports, number > 0, number, number * number]
+        flags = self.reports.flags(len(self.bad_samples.pending), compares=compares) if is_last else None
         losses += metrics.add(parts, flags)
 
     def _compute(
@@ -755,28 +688,12 @@ class Trainer:
 
     def _take_flags(self, sums: list[float], step: float = math.inf) -> None:
         """Note what the ranks have reported up to ``step``. Collective if samples could not be read: every rank."""
-        num_bad, *self._reported, count, total, squares = sums
-        if total**2 != count * squares:  # equal numbers have the square of their mean as the mean of their squares
-            self.check_samples(*self._compared)
-        if num_bad:  # the same on every rank, so all take part
+        if self.reports.take(sums):  # the same on every rank, so all take part
             self.bad_samples.exchange(step)
-
-    def check_samples(self, checksum: str, step: int) -> None:
-        """Compare with the other ranks what they read for ``step``. Collective: every rank of the group."""
-        check_same_samples(checksum, "Task.dataset", step, group=self.group, device=self.device)
-
-    def reported(self) -> list[bool]:
-        """Return what a rank has reported in the last step: a request to stop, a failure, and requests of callbacks.
-
-        A failure is one outside of the steps. Callbacks request the end of the run, and a checkpoint.
-        The same on all ranks of the group. On a device it is known a step later, or after `settle`.
-        """
-        reports = [self.stop_requested(), self.failure_seen()] if self.group is None else []
-        return [*reports, *(flag > 0 for flag in self._reported[len(reports) :])]
 
     @property
     def reports_in(self) -> int:
-        """Number of steps after which all ranks, and devices of any kind, know what was requested in a step."""
+        """Number of steps after which all ranks, and devices of any kind, know `reports`. `settle` makes them known."""
         return int(not self._has_flags_later and self.strategy.averaging is None)
 
     # --- check that replicas are equal --------------------------------------------------------------------------------
