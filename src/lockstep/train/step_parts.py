@@ -510,7 +510,7 @@ class StepMetrics:
                 self._future = all_reduce_work(self._sums, group=self.group).get_future()
         return values
 
-    def _sum(self, flags: Sequence[int]) -> Tensor:
+    def _sum(self, flags: Sequence[float]) -> Tensor:
         """Return total and count of the loss, and the report: what the host knows in one copy, a kernel for a loss."""
         counts = [part.out_of.detach() for part in self._parts if isinstance(part.out_of, Tensor)]
         on_host = [part.out_of for part in self._parts if isinstance(part.out_of, float)]
