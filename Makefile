@@ -16,7 +16,7 @@ export DEVICES PYTHON VENV
 unexport PYTHONDONTWRITEBYTECODE  # what one process of the tests has compiled, hundreds of others need
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak check docs gallery format bench gpu wheels clean
+.PHONY: help setup demo test soak check types docs gallery format bench gpu wheels clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,7 +45,7 @@ test: setup  ## Run the tests but the contracts, three files at a time on two co
 	@# While the simulated device is compiled, the other core compiles what the tests import: else each worker would.
 	@[ -d tests/__pycache__ ] || $(PYTEST) --collect-only -qq >/dev/null & \
 		$(BIN)/python -c 'from tests.simulated_device import build, missing; missing() or build()'; built=$$?; wait; exit $$built
-	@$(BIN)/python tools/test.py --ignore tests/contract --durations 10
+	@$(BIN)/python tools/test.py --ignore tests/contract --durations 20
 
 soak: setup  ## Run random programs and random faults for MINUTES=30, half of the time each
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[integrations]'
@@ -57,6 +57,10 @@ check: setup docs  ## Run the gates: pages, lint, format, types, and the contrac
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/contract
+
+types: setup  ## Check types against the libraries of the optional sinks and of Ray, too, which it installs
+	$(PIP) --editable '.[mlflow,ray,wandb]'
+	$(BIN)/mypy
 
 docs: setup  ## Build the documentation into site/; it opens from disk
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

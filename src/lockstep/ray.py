@@ -50,7 +50,7 @@ except ImportError:
 # --- the workers ------------------------------------------------------------------------------------------------------
 
 
-class LockstepBackend(Backend):  # type: ignore[misc]  # Ray has no types here
+class LockstepBackend(Backend):  # type: ignore[misc, unused-ignore]  # without Ray there are no types
     """Prepares the workers at each of their starts; lives in Ray's controller."""
 
     # NCCL needs to see the GPUs of its peers; ``ray.train.torch.get_device`` knows which of them is the worker's own.
@@ -60,14 +60,15 @@ class LockstepBackend(Backend):  # type: ignore[misc]  # Ray has no types here
         self._num_starts = 0
 
     @override
-    def on_start(self, worker_group: Any, backend_config: "LockstepConfig") -> None:
+    def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
+        assert isinstance(backend_config, LockstepConfig)
         address = worker_group.execute_single(0, _choose_address)
         worker_group.execute(_prepare, address, num_restarts=self._num_starts, adopts=backend_config.adopt)
         self._num_starts += 1
 
 
 @dataclass
-class LockstepConfig(BackendConfig):  # type: ignore[misc]  # Ray has no types here
+class LockstepConfig(BackendConfig):  # type: ignore[misc, unused-ignore]  # without Ray there are no types
     """How the workers of a ``TorchTrainer`` become the ranks of a world: its ``torch_config``.
 
     Each worker gets the variables that torchrun sets, calls `lockstep.adopt`, and joins the others by `lockstep.init`,
