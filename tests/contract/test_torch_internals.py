@@ -22,8 +22,7 @@ OTHERS = {
     "data/loader.py": {"_on_queue_feeder_error"},  # of CPython: what a loader process does with an error
     # Of CPython: as ``python -m``; what the interpreter does at its end, of a rank that has failed.
     "launcher/bootstrap.py": {"_run_module_as_main", "_run_exitfuncs", "_shutdown"},
-    "study/verify/causes.py": {"_value_"},  # documented, as are the next two
-    "health/heartbeat.py": {"_current_exceptions", "_current_frames"},
+    "health/heartbeat.py": {"_current_frames"},  # documented
 }
 """Private names of CPython; torch's are in one module."""
 

@@ -1,7 +1,7 @@
 """The first file that a rank's interpreter runs: it makes the rank end with the launcher, then runs the user's program.
 
-Started by path, as ``python -u bootstrap.py ORDERS TARGET [ARGS]``. It imports only the standard library, because every
-script pays for its imports. The program then runs as under ``python -u TARGET ARGS``: it is ``__main__``, pickle and
+Started by path, as ``python -u bootstrap.py ORDERS TARGET [ARGS]``. It imports the standard library
+and the few modules of ours that need no more, because every script pays for its imports. The program then runs as under ``python -u TARGET ARGS``: it is ``__main__``, pickle and
 spawned children find it under that name, and it has its own ``sys.argv`` and ``sys.path[0]``.
 """
 
@@ -37,8 +37,8 @@ from lockstep.errors import RESUME_EXIT_CODE, LockstepError, is_of_signal_handle
 from lockstep.health.heartbeat import Heartbeat, has_joined
 
 # The environment variable with the functions that each rank calls before the program: a JSON list of
-# ["module:function", arguments]. The launcher does not know these functions: ``--adopt``, ``--monitor`` and ``lockstep
-# rehearse`` use this variable.
+# ["module:function", arguments]. The launcher does not know these functions: ``--adopt``, ``--monitor``, ``lockstep
+# rehearse`` and ``lockstep verify`` use this variable.
 RANK_SETUP = "LOCKSTEP_RANK_SETUP"
 
 # An environment variable of setproctitle.

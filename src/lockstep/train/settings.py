@@ -209,7 +209,7 @@ class Settings:
     clip: float | None = setting(None, "Maximum global norm of the gradient; larger gradients are scaled down.", "NORM")
     schedule: Schedule | None = setting(None, "Learning rate schedule; the task's own schedule, else constant.")
     warmup: int = setting(0, "Optimizer steps over which the learning rate rises from 0.", "STEPS", 0)
-    # Learning-rate scaling with the batch size; see `batch_scale` in step.py.
+    # Learning-rate scaling with the batch size; see `batch_scale` in step_parts.py.
     lr_scaling: Scaling = setting("none", "How the learning rate scales with global over base batch size.")
     base_batch_size: int | None = setting(
         None, "Global batch size that fits the learning rate; default: of the task.", "N", 1
