@@ -38,7 +38,7 @@ def measure(path: str, num_steps: int) -> tuple[int, list[tuple[float, float, fl
         torch.set_num_threads(1)
         settings = Settings(check_replicas=0, steps=num_steps + WARMUP)
         loop = Trainer(load_task(path), settings, world, strategy="ddp", devices=[torch.device("cpu")])
-        gradients = loop._gradients
+        gradients = loop.updater.gradients
         rows = []
 
         def verdict() -> None:

@@ -395,7 +395,7 @@ def scaled(world):
     for interval in (100, 3):
         settings = Settings(compression="int8", precision="fp16")
         loop = Trainer(make_task(), settings, world, strategy="ddp", devices=[torch.device("cpu")])
-        loop.scaler.growth_interval = interval
+        loop.updater.scaler.growth_interval = interval
         for _ in range(3):
             loop.step()
         residuals = loop.strategy.compressed.compression_state_dict()["residuals"]

@@ -104,7 +104,7 @@ def ask_on_one_rank(world, strategy, settings):
     """Only rank 0 looks whether gradients are finite; were that a collective, it would wait forever."""
     loop = Trainer(make_task(), settings, world, strategy=strategy, devices=[torch.device("cpu")])
     loop.step()
-    gradients = loop._gradients
+    gradients = loop.updater.gradients
     verdict = gradients.is_finite(gradients.norm()) if world.is_rank_zero else None
     loop.step()
     return verdict

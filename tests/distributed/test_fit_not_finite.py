@@ -231,7 +231,7 @@ def test_a_verdict_that_is_looked_at_later_goes_by_the_losses(ranks):
     def stop(world, clip):
         settings = Settings(accumulate=2, global_batch_size=8, clip=clip)
         loop = Trainer(make_task(dataset=with_nan), settings, world, strategy="ddp", devices=[torch.device("cpu")])
-        loop.checks_later = True
+        loop.updater.checks_later = True
         for _ in range(STEP + 1):
             assert loop.step().updated
         with pytest.raises(NonFiniteGradient) as error:
@@ -250,7 +250,7 @@ def test_a_rank_that_was_looked_at_in_the_step_is_named_whatever_comes_later(ran
         settings = Settings(global_batch_size=8)
         task = make_task(dataset=with_zero, loss=root_loss)
         loop = Trainer(task, settings, world, strategy="ddp", devices=[torch.device("cpu")])
-        loop.checks_later = True
+        loop.updater.checks_later = True
         loop.strategy.part_was_bad = loop.strategy._module.monitor_local_gradients()
         for _ in range(STEP + 1):
             loop.step()
@@ -326,11 +326,15 @@ def test_in_fp16_the_loss_scale_is_lowered_first():
         task, Settings(precision="fp16", on_nan="skip"), None, strategy="single", devices=[torch.device("cpu")]
     )
     updated = [loop.step().updated for _ in range(STEP + 1)]
-    assert (updated, loop.nonfinite.found, loop.state_dict()["scaler"]["scale"]) == ([True, True, False], [], 2.0**15)
-    loop.scaler.scale = 1.0
+    assert (updated, loop.updater.nonfinite.found, loop.state_dict()["scaler"]["scale"]) == (
+        [True, True, False],
+        [],
+        2.0**15,
+    )
+    loop.updater.scaler.scale = 1.0
     for _ in range(7):
         loop.step()
-    assert [bad.step for bad in loop.nonfinite.found] == [ORDER.steps_per_epoch + next_step_of(BAD)]
+    assert [bad.step for bad in loop.updater.nonfinite.found] == [ORDER.steps_per_epoch + next_step_of(BAD)]
 
 
 def next_step_of(sample):

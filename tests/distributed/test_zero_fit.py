@@ -104,7 +104,7 @@ def test_all_ranks_skip_a_step_that_overflows(ranks):
         weights, _, records, loop = train(
             world, make_task(optimizer=OPTIMIZERS["adamw"], loss=loss), 3, precision="fp16"
         )
-        return weights, [record.updated for record in records], loop.scaler.scale
+        return weights, [record.updated for record in records], loop.updater.scaler.scale
 
     (first, *others), (second, *same) = ranks(2)(run)
     assert torch.equal(first, second)

@@ -17,7 +17,8 @@ from lockstep.base.accelerator import HostCopy, mark_on
 from lockstep.errors import NonFiniteGradient
 from lockstep.train.settings import Settings
 from lockstep.train.step_parts import Part, StepMetrics
-from lockstep.train.trainer import Trainer, Update
+from lockstep.train.trainer import Trainer
+from lockstep.train.update import Update
 from tests.distributed.test_fit_not_finite import BAD, BATCH, STEP, Normed, root_loss, with_nan, with_zero
 from tests.models import soak
 from tests.simulated.test_fit import low, network, token_loss
@@ -233,13 +234,13 @@ def test_a_recurrent_layer_is_seeded_without_a_wait(on_sim):
 def trained(world, task, num_steps, *, later, strategy="ddp", **settings):
     """Train; return everything that a bad step must not change, with checks one forward later or in the step."""
     loop = Trainer(task, Settings(**settings), world, strategy=strategy, devices=[world.device])
-    assert loop.checks_later
+    assert loop.updater.checks_later
     if not later:
-        loop.checks_later, loop.policy = False, Update.PLAIN
+        loop.updater.checks_later, loop.updater.policy = False, Update.PLAIN
     losses = [loop.step().loss for _ in range(num_steps)]
     state = loop.state_dict()
     tensors = [value.detach().cpu().clone() for value in loop.model.state_dict().values()]
-    found = [(bad.step, bad.ranks, bad.samples) for bad in loop.nonfinite.found]
+    found = [(bad.step, bad.ranks, bad.samples) for bad in loop.updater.nonfinite.found]
     loop.close()
     counts = state["num_updates"], state["num_steps_done"], state["scaler"], loop.optimizer.param_groups[0]["lr"]
     return [float(loss) for loss in losses], tensors, found, counts
@@ -281,14 +282,14 @@ def test_an_overflow_lowers_the_loss_scale_before_the_next_backward(on_sim):
             task = make_task(model=network, loss=loss, drop_last=True, optimizer=fused)
             settings = Settings(precision="fp16", warmup=10)
             loop = Trainer(task, settings, world, strategy="ddp", devices=[world.device])
-            assert loop.checks_later
+            assert loop.updater.checks_later
             if not later:
-                loop.checks_later, loop.policy = False, Update.PLAIN
-            loop.scaler.growth_interval = 2
+                loop.updater.checks_later, loop.updater.policy = False, Update.PLAIN
+            loop.updater.scaler.growth_interval = 2
             scales = []
             for _ in range(16):
                 loop.step()
-                scales.append(loop.scaler.scale)
+                scales.append(loop.updater.scaler.scale)
             state = loop.state_dict()
             tensors = [value.cpu().clone() for value in loop.model.state_dict().values()]
             found.append((scales, tensors, state["num_updates"], state["scaler"]))

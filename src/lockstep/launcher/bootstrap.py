@@ -1,8 +1,9 @@
 """The first file that a rank's interpreter runs: it makes the rank end with the launcher, then runs the user's program.
 
-Started by path, as ``python -u bootstrap.py ORDERS TARGET [ARGS]``. It imports the standard library
-and the few modules of ours that need no more, because every script pays for its imports. The program then runs as under ``python -u TARGET ARGS``: it is ``__main__``, pickle and
-spawned children find it under that name, and it has its own ``sys.argv`` and ``sys.path[0]``.
+Started by path, as ``python -u bootstrap.py ORDERS TARGET [ARGS]``. It imports the standard library and the few modules
+of ours that need no more, because every script pays for its imports. The program then runs as under ``python -u TARGET
+ARGS``: it is ``__main__``, pickle and spawned children find it under that name, and it has its own ``sys.argv`` and
+``sys.path[0]``.
 """
 
 import atexit

@@ -316,9 +316,9 @@ class WandbRun(MetricsSink):
         run_id = run.service_id(f"wandb:{place}", lambda: os.urandom(4).hex())
         entity, _, name = place.rpartition("/")
         # A resumed run may have other settings, or other machines; and the script may have a run of its own.
-        options: dict[str, Any] = {"resume": "allow", "allow_val_change": True, "reinit": "create_new", "config": dict(run.config)}
+        options: dict[str, Any] = {"resume": "allow", "allow_val_change": True, "reinit": "create_new"}
         # The launcher merges and keeps the output of the ranks.
-        options["settings"] = wandb.Settings(console="off", silent=True)
+        options |= {"config": dict(run.config), "settings": wandb.Settings(console="off", silent=True)}
         self._run: Any = wandb.init(entity=entity or None, project=name, id=run_id, **options)
         seen_at = f"run {run_id}, offline in {self._run.dir}" if self._run.offline else self._run.url
         self.where = f"metrics go to Weights & Biases: {seen_at}"

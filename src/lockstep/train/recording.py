@@ -87,7 +87,7 @@ class RunRecord:
             memory=None if "://" in str(settings.checkpoint) else settings.checkpoint,
             facts=partial(_facts, task, settings, world, trainer),
             steps_per_epoch=trainer.plan.order.steps_per_epoch,
-            num_skipped=lambda: len(trainer.nonfinite.found),
+            num_skipped=lambda: len(trainer.updater.nonfinite.found),
         )
         self._recorder.num_done, self._recorder.on_recovery = lambda: trainer.num_steps_done, self._recovered
         self.sinks = self._recorder.sinks

@@ -331,7 +331,7 @@ class Run:
 
     def _find_due(self, *, checks: bool, compares: bool) -> None:
         trainer = self.trainer
-        if trainer.bad_samples.skipped or trainer.nonfinite.found or trainer.caveats:
+        if trainer.bad_samples.skipped or trainer.updater.nonfinite.found or trainer.caveats:
             self._report()
         self.state.stops, failed, ends, saves = trainer.reports.of_all()
         granted_after = self.num_steps_done + trainer.reports_in
@@ -435,7 +435,7 @@ class Run:
         trainer = self.trainer
         return {
             "run": self.state.state_dict(),
-            "lists": [trainer.nonfinite.found, trainer.bad_samples.skipped],
+            "lists": [trainer.updater.nonfinite.found, trainer.bad_samples.skipped],
             "seconds": time.perf_counter() - self._started_at,
             "throughput": self._throughput.state(),
             "callbacks": self._callbacks.state_dict(),
@@ -445,7 +445,7 @@ class Run:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Use the `state_dict` of another rank."""
         self.state = RunState.of(state["run"])
-        self.trainer.nonfinite.found[:], self.trainer.bad_samples.skipped[:] = state["lists"]
+        self.trainer.updater.nonfinite.found[:], self.trainer.bad_samples.skipped[:] = state["lists"]
         self._started_at = time.perf_counter() - state["seconds"]
         self._throughput.load(state["throughput"])
         self._callbacks.load_state_dict(state["callbacks"])
@@ -634,7 +634,7 @@ class Run:
             self._display.log(f"{steps} in {seconds}, {rate}, last loss {throughput.losses[-1]:.4f}")
         if skipped := len(trainer.bad_samples.skipped):
             self._display.log(f"{plural(skipped, 'sample')} skipped: could not be read")
-        if skipped := len(trainer.nonfinite.found):
+        if skipped := len(trainer.updater.nonfinite.found):
             self._display.log(f"{plural(skipped, 'step')} skipped: the gradient was not finite")
         if self._settings.export is not None:
             self._display.log(f"weights written to {self._settings.export}")
@@ -664,7 +664,7 @@ class Run:
             checkpoint=checkpoint if isinstance(checkpoint, Path | None) else str(checkpoint),
             skipped_samples=len(skipped),
             first_skipped=tuple(skipped[:_NUM_NAMED]),
-            not_finite=tuple(self.trainer.nonfinite.found),
+            not_finite=tuple(self.trainer.updater.nonfinite.found),
             stopped=stopped,
             exit_code=exit_code_of(stopped, has_launcher=self._signals.has_launcher),
             num_counted=throughput.num_counted or None,
@@ -685,7 +685,11 @@ class Run:
 
     def _report(self) -> None:
         """Log new caveats, skipped samples and skipped steps of the trainer."""
-        trainer, skipped, not_finite = self.trainer, self.trainer.bad_samples.skipped, self.trainer.nonfinite.found
+        trainer, skipped, not_finite = (
+            self.trainer,
+            self.trainer.bad_samples.skipped,
+            self.trainer.updater.nonfinite.found,
+        )
         for caveat in trainer.caveats[self._num_caveats :]:
             self._display.log(f"the same bits are not guaranteed: {caveat}")
         for number, bad in enumerate(skipped[self._num_skipped :], self._num_skipped):

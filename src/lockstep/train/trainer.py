@@ -3,8 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from enum import Enum, auto
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,10 @@ from lockstep.data.loader import BatchIterator, LoadOptions, MicroBatch, load_or
 from lockstep.data.order import Purpose, ShardOrder
 from lockstep.data.shards import HasShardOrder
 from lockstep.data.stream import StreamOrder
-from lockstep.errors import CheckpointError, ConfigurationError, LockstepError
+from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.parallel.compile import compile_in_place
 from lockstep.parallel.consistency import refuse_difference
 from lockstep.parallel.ddp.bucket_events import BucketStamps
-from lockstep.parallel.ddp.bucket_gradients import gradients_of
-from lockstep.parallel.flat import are_finite
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
 from lockstep.telemetry.recorder import StepTimer
 from lockstep.telemetry.step_times import StepTimes
@@ -36,7 +33,7 @@ from lockstep.train import optimizers, step_parts
 from lockstep.train.plan import VirtualShards, make_plan
 from lockstep.train.reports import Reports
 from lockstep.train.settings import Settings, StrategyName, check_engine
-from lockstep.train.skipping import BadSamples, Computed, NonFiniteGuard
+from lockstep.train.skipping import BadSamples, Computed
 from lockstep.train.strategies import reproducible
 from lockstep.train.strategies import strategy as strategies
 from lockstep.train.strategies.choice import make_strategy
@@ -49,18 +46,7 @@ from lockstep.train.task import (
     required_by,
     warn_early,
 )
-
-
-class Update(Enum):
-    """Who makes the update of a step; a gradient that is not finite must not reach the parameters."""
-
-    # The optimizer, when the gradient is known. If the host checks the gradient before, a bad one makes no update; if
-    # later, the run ends: see [Note: checks one forward later].
-    PLAIN = auto()
-    # The optimizer, which itself leaves out the update on the device if the gradient is not finite, as for GradScaler.
-    LEFT_OUT = auto()
-    # The engine, for each bucket as soon as it is reduced; the gradient is checked after that.
-    IN_BACKWARD = auto()
+from lockstep.train.update import Update, Updater
 
 
 @dataclass(frozen=True)
@@ -110,13 +96,11 @@ class Trainer:
 
     Attributes:
         plan: Steps, samples and learning rate.
-        policy, checks_later: Who makes the update, and whether the host checks the gradient in the next step only.
-        strategy, optimizer, samples, loading, batches: As created.
+        strategy, optimizer, updater, samples, loading, batches: As created.
         group: The ranks that train together; None: only this process.
-        bad_samples, nonfinite: Samples and steps that were skipped so far.
+        bad_samples: Samples that were skipped so far.
         num_steps_done: Number of steps done, including those before a resume.
         reports: What this rank sends to the others with each step, and gets from them.
-        average: The averaged weights of `Task.ema`.
         caveats: Reasons why the bits may differ from those of another run, to be shown to the user.
         changes: What the plan of a resumed run has changed, such as ``steps from 100 to 200``.
 
@@ -133,12 +117,10 @@ class Trainer:
         late = reproducible.find_late_cublas(self.device) if is_exact else None
         self.caveats = [] if late is None else [late]
         self.changes: list[str] = []
-        self.num_steps_done = self._num_updates = 0
+        self.num_steps_done = 0
         self._sync, self._has_counts = True, False
         # Read in the next step: the report of the last step; its micro-batches, None without an update; its number.
         self._unsettled: tuple[HostCopy, Computed | None, int] | None = None
-        self._needs_closure = self._is_updating = False
-        self._began_with: tuple[int, dict[str, Any]] | None = None  # in a step: updates and loss scaling before it
         # Called after the last collective of a step and before its update; see loop/recovery.py.
         self.before_update: Callable[[], object] | None = None
         self.checks_in_step = True  # else a rank may be lost in `check_replicas`, when the step is complete
@@ -183,7 +165,6 @@ class Trainer:
             compile_in_place(self._model, self._name, settings.bucket_cap_mb, is_exact=self.arithmetic.deterministic)
         self._began_trained = {name for name, parameter in self._model.named_parameters() if parameter.requires_grad}
         self._hooks = step_parts.seed_recurrent_on_host(self._model, self.device)
-        self.average = None if task.ema is None else step_parts.AveragedWeights(self._model, task.ema)
 
     def _open_batches(self, shards: VirtualShards | None) -> None:
         places = self.devices if shards is None else [self.device] * len(shards.mine)
@@ -221,58 +202,47 @@ class Trainer:
                     break
 
         if is_first:
-            optimizer = build_optimizer(task, self._model)
-            check_registered(optimizer, self._model, is_alone=self.group is None or world.world_size == 1)
-            optimizers.check_optimizer(optimizer, self._name, settings, has_average=task.ema is not None)
-            self._needs_closure = "closure" in required_by(optimizer.step)
-            if optimizers.has_modes(optimizer):
-                optimizer.train()  # type: ignore[attr-defined]
-                applied_by = lambda: optimizers.evaluating(self.optimizer)  # noqa: E731
-                self.average = step_parts.AveragedWeights(self._model, 0.0, applied_by)
-            if self.group is None or world.is_rank_zero:
-                warn_early(self._model)
-            self.optimizer: Optimizer = self.strategy.take_over(optimizer)
-            if isinstance(self.optimizer, ZeroRedundancyOptimizer):
-                self.optimizer.has_state = not world.is_late
-            self._base_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-            self._scheduler: step_parts.Rates | step_parts.TorchScheduler
-            if step_parts.makes_scheduler((rate := self.plan.learning_rate).decay):
-                evaluates = task.eval_dataset is not None
-                self._scheduler = step_parts.TorchScheduler(rate, self.optimizer, evaluates=evaluates)
-            else:
-                self._scheduler = step_parts.Rates(rate, self.optimizer)
-            self.scaler = step_parts.GradScaler() if settings.precision == "fp16" else None
+            self._make_updater(task, world)
             self.alike_after: int | None = None
-        else:
-            self.strategy.take_over(self.optimizer)
-        parameters = list(self._model.parameters())
-        self._loss_group = None if self.strategy.sums_losses else self.strategy.step_group
-        read = partial(gradients_of, parameters)
-        self._gradients = self.strategy.gradients or step_parts.GradientList(read, parameters[0])
-        self._sum_dtype = widest_dtype(self.device)
-        # [Note: checks one forward later]
-        # A host that waited for the gradient of a step would queue no work meanwhile, and its device would be idle. So
-        # on a device it reads the norm, and the flags of the ranks, when it has queued the first forward of the next
-        # step. With on_nan="raise" the update is made in any case: the run ends, and what it keeps is checked before,
-        # see `settle`. If bad steps are to be skipped, and in fp16, the optimizer itself must leave out the update,
-        # which torch's fused ones do for their GradScaler. With other optimizers the host waits before the update, and
-        # before the first one always: a fused SGD that leaves it out never initializes its momentum.
-        skips = settings.on_nan == "skip" or self.scaler is not None
-        can_skip = getattr(self._own_optimizer, "_step_supports_amp_scaling", False) and self.strategy.stops_between
-        self.checks_later = self.device.type != "cpu" and (can_skip or not skips)
-        self.policy = Update.LEFT_OUT if self.checks_later and skips else Update.PLAIN
-        if settings.overlap_optimizer:
-            self.policy = Update.IN_BACKWARD
-        if is_first:
             skip, num_samples = self.loading.skip_bad, self.plan.order.num_samples
             self.bad_samples = BadSamples(skip=skip, device=self.device, group=self.group, num_samples=num_samples)
-            parts = settings.on_nan, self._model, self.optimizer, self.strategy, self.plan, self._replay
-            self.nonfinite = NonFiniteGuard(*parts)
             if (averaging := self.strategy.averaging) is not None:
                 averaging.flags, averaging.on_flags = [0.0] * step_parts.NUM_FLAGS, self._take_flags
             self.reports = Reports(self.group, self.device)
+        else:
+            self.strategy.take_over(self.optimizer)
+            self.updater.connect(self.strategy, self.plan)
+        self._loss_group = None if self.strategy.sums_losses else self.strategy.step_group
+        self._sum_dtype = widest_dtype(self.device)
         self.bad_samples.group = self.reports.group = self.group
-        self.nonfinite.strategy, self.nonfinite.plan = self.strategy, self.plan
+
+    def _make_updater(self, task: Task, world: World) -> None:
+        """Build the optimizer, and what uses it."""
+        optimizer = build_optimizer(task, self._model)
+        check_registered(optimizer, self._model, is_alone=self.group is None or world.world_size == 1)
+        optimizers.check_optimizer(optimizer, self._name, self.settings, has_average=task.ema is not None)
+        average = None if task.ema is None else step_parts.AveragedWeights(self._model, task.ema)
+        if optimizers.has_modes(optimizer):
+            optimizer.train()  # type: ignore[attr-defined]
+            average = step_parts.AveragedWeights(self._model, 0.0, lambda: optimizers.evaluating(self.optimizer))
+        if self.group is None or world.is_rank_zero:
+            warn_early(self._model)
+        needs_closure = "closure" in required_by(optimizer.step)
+        self.optimizer: Optimizer = self.strategy.take_over(optimizer)
+        if isinstance(self.optimizer, ZeroRedundancyOptimizer):
+            self.optimizer.has_state = not world.is_late
+        self.updater = Updater(
+            self._name,
+            self.settings,
+            self.plan,
+            self._model,
+            self.optimizer,
+            self.strategy,
+            average,
+            needs_closure=needs_closure,
+            evaluates=task.eval_dataset is not None,
+            replay=self._replay,
+        )
 
     def _switch(self, trained: Mapping[str, bool]) -> None:
         """Set by name whether parameters are trained."""
@@ -301,22 +271,10 @@ class Trainer:
         """Return to the begin of the step that a lost rank has interrupted."""
         if self.strategy.averaging is not None:
             return  # it is complete: only its exchange is done again
-        if self._is_updating:
-            raise LockstepError(
-                "A rank was lost in an update that computes gradients again, and has changed parameters already.\n"
-                "The ranks cannot go on in place; restart them from the newest checkpoint."
-            )
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.average is not None and self.average.is_swapped:  # a rank was lost in an evaluation, or at the end
-            self.average.swap()
+        self.updater.restore()
         self.batches.rewind(self.num_steps_done)
         self.bad_samples.pending.clear()
         self._unsettled = None
-        # They change before the update, and the step of a sharded optimizer has collectives.
-        if self._began_with is not None:
-            self._num_updates, scaling = self._began_with
-            self.scaler = self.scaler and replace(self.scaler, **scaling)
-            self._began_with = None
 
     def reconnect(self, world: World) -> None:
         """Use the groups of ``world`` from now on, and its division of the batch. Collective: every rank."""
@@ -327,7 +285,7 @@ class Trainer:
             before, shards = self._split, self._divide(world)
             self._split = replace(self._split, num_lanes=before.num_lanes)
             if self._split != before:
-                self.plan = self.nonfinite.plan = replace(self.plan, split=self._split)
+                self.plan = self.updater.nonfinite.plan = replace(self.plan, split=self._split)
                 state, copies = self.batches.state(), self.batches.copies
                 self._open_batches(shards)
                 self.batches.copies = copies
@@ -375,12 +333,9 @@ class Trainer:
         activity.now.step_counter[0] = step + 1
         timer = StepTimer(self.device, step)
         self.batches.can_rewind = self.before_update is not None
-        self._began_with = self._num_updates, {} if self.scaler is None else asdict(self.scaler)
         is_exact = self.arithmetic.threads or self.arithmetic.deterministic
         with self.arithmetic.applied() if is_exact else contextlib.nullcontext():
-            if self.nonfinite.buffers is not None:  # which a skipped step must not change
-                self.nonfinite.buffers.keep()
-            self.optimizer.zero_grad(set_to_none=True)
+            self.updater.begin()
             # Replicas that train independently only communicate when they exchange parameters.
             averaging = self.strategy.averaging
             group = self.group if self._sync and (averaging is None or self.strategy.agrees(step)) else None
@@ -403,9 +358,9 @@ class Trainer:
                 norm, updated = self._update(metrics, computed, step)
             elif self._sync:
                 self._unsettled = HostCopy(metrics.report), None, step
-            if self.settings.clip is None and self.scaler is None:
+            if self.settings.clip is None and self.updater.scaler is None:
                 norm = None
-            self._began_with = None
+            self.updater.end()
             self.num_steps_done += 1
             if self._sync and averaging is not None:
                 timer.begin("communication")
@@ -423,7 +378,7 @@ class Trainer:
         step. The losses are summed over the ranks at the same time: the sum starts as soon as they are all known.
         """
         loss_group = self._loss_group if self._sync else None
-        in_backward = self.policy is Update.IN_BACKWARD
+        in_backward = self.updater.policy is Update.IN_BACKWARD
         metrics = step_parts.StepMetrics(self.device, loss_group, self._sum_dtype, self._has_counts, in_backward)
         self.bad_samples.num_in_step = 0
         computed: Computed = []
@@ -475,9 +430,9 @@ class Trainer:
             compares: Whether ranks compare what they have read.
         """
         self.settle()  # what the last step has left for later
-        if self.policy is Update.IN_BACKWARD:  # parameters are updated as soon as their bucket is reduced
-            self.update_average(is_used=False)
-            self._scheduler.advance(self._num_updates)
+        if self.updater.policy is Update.IN_BACKWARD:  # parameters are updated as soon as their bucket is reduced
+            self.updater.update_average(is_used=False)
+            self.updater.advance()
         flags = self.reports.flags(len(self.bad_samples.pending), compares=compares) if is_last else None
         losses += metrics.add(parts, flags)
 
@@ -488,7 +443,9 @@ class Trainer:
         self._seeds.forward(micro, index)
         seed = partial(self._seeds.all, Purpose.FORWARD, micro.step, 0)
         all_have_samples = partial(self.bad_samples.all_have_samples, micro, index, self.plan.split)
-        context = strategies.Pass(1.0 / micro.num_global, sync, timer, on_losses, seed, all_have_samples, self.scaler)
+        context = strategies.Pass(
+            1.0 / micro.num_global, sync, timer, on_losses, seed, all_have_samples, self.updater.scaler
+        )
         self.strategy.run(micro, context)
 
     def _replay(self, micro: MicroBatch, index: int) -> list[Tensor]:
@@ -507,11 +464,6 @@ class Trainer:
         num_bad = HostCopy(metrics.flags).read()[0] if self._has_flags_later else self.bad_samples.num_in_step
         return bool(num_bad >= computed[-1][0].num_global)
 
-    @property
-    def _own_optimizer(self) -> Any:
-        """The optimizer of this rank's part of the parameters, which ZeRO-1 creates again in its first step."""
-        return self.optimizer.optim if isinstance(self.optimizer, ZeroRedundancyOptimizer) else self.optimizer
-
     # --- the update of a step -----------------------------------------------------------------------------------------
 
     def _update(self, metrics: step_parts.StepMetrics, computed: Computed, step: int) -> tuple[Tensor, bool]:
@@ -527,66 +479,21 @@ class Trainer:
             computed: The micro-batches of this process.
             step: Counted from 0.
         """
+        updater = self.updater
         # Of the last step: now its parameters have been gathered, and its gradient was checked.
-        self.update_average(is_used=False)
+        updater.update_average(is_used=False)
         self._seeds.all(Purpose.UPDATE, step)  # some optimizers draw random numbers
-        in_backward = self.policy is Update.IN_BACKWARD
-        norm, report = self._scale_gradient(metrics)
+        in_backward = updater.policy is Update.IN_BACKWARD
+        norm, report = updater.scale_gradient(metrics)
         if not in_backward:
-            self._scheduler.advance(self._num_updates)
-        # The host checks the first update in any case: see [Note: checks one forward later].
-        waits = not self.checks_later or (self._num_updates == 0 and self.policy is Update.LEFT_OUT)
+            updater.advance()
+        waits = updater.waits
         kept = computed if waits else [(micro._replace(batches=[]), losses) for micro, losses in computed]
         self._unsettled = report, kept, step
         if waits and not self.settle(is_over=in_backward):
             return norm, in_backward
-        if self.policy is Update.LEFT_OUT:
-            is_bad = norm - norm != 0
-            self._own_optimizer.found_inf = is_bad.float()
-            if self.nonfinite.buffers is not None and (self.scaler is None or self.scaler.scale <= 1.0):
-                self.nonfinite.buffers.restore_where(is_bad)
-        if not in_backward:
-            self._step_optimizer(metrics, computed, step)
-        if self.average is not None:
-            self.average.is_due = True
+        updater.update(norm, metrics.loss, partial(self._compute_again, computed, step))
         return norm, True
-
-    def _scale_gradient(self, metrics: step_parts.StepMetrics) -> tuple[Tensor, HostCopy]:
-        """Divide and clip the gradient; return its norm before clipping, and the report of the step with it."""
-        scale = 1.0 if self.scaler is None else self.scaler.scale
-        norm, factor = self._gradients.norm(), None
-        if metrics.divisor is not None and self.policy is not Update.IN_BACKWARD:
-            factor = 1.0 / (metrics.divisor * scale)
-        elif scale != 1.0:
-            factor = torch.full_like(norm, 1.0 / scale)
-        norm = norm if factor is None else norm * factor.to(norm)
-        # Queued before that pass and before the update: to read it, the host does not wait for them.
-        metrics.report[-1].copy_(norm)
-        report = HostCopy(metrics.report)
-        if self.settings.clip is not None:
-            # As in ``clip_grad_norm_``; but one NaN must not reach all parameters: which of them has it is reported.
-            shorten = torch.clamp(self.settings.clip / (norm + 1e-6), max=1.0).nan_to_num(nan=1.0)
-            factor = shorten if factor is None else factor * shorten
-        if factor is not None:  # also if the gradient is not used: the device would be idle in a wait
-            self._gradients.multiply_(factor)
-        return norm, report
-
-    def _step_optimizer(self, metrics: step_parts.StepMetrics, computed: Computed, step: int) -> None:
-        """Update the parameters, with a closure if the optimizer needs one; see [Note: closures] in `optimizers`."""
-        if not self._needs_closure:
-            try:
-                self.optimizer.step()
-                return
-            except Exception as error:  # before it has changed anything
-                if "closure" not in str(error):
-                    raise
-                optimizers.check_closure(self.optimizer, self._name, self.settings)
-                self._needs_closure = True
-        compute = partial(self._compute_again, computed, step)
-        closure = optimizers.make_closure(metrics.loss, self._model.parameters(), compute)
-        self._is_updating = True
-        self.optimizer.step(closure)  # type: ignore[arg-type]
-        self._is_updating = False
 
     def _compute_again(self, computed: Computed, step: int) -> Tensor:
         """Compute the gradient of a step for the parameters as they are now; return the loss. Collective."""
@@ -597,66 +504,13 @@ class Trainer:
             on_losses = partial(metrics.add, flags=[0] * step_parts.NUM_FLAGS if is_last else None)
             self._compute(micro, index, StepTimer(self.device), on_losses, sync=is_last)
         metrics.wait(computed[-1][0].num_global, may_miss=self.bad_samples.skip)
-        self._scale_gradient(metrics)
+        self.updater.scale_gradient(metrics)
         self._seeds.all(Purpose.UPDATE, step)  # as before: the draws of a forward differ between ranks
         return metrics.loss
 
     def note_evaluation(self, loss: float) -> None:
         """Pass the loss of an evaluation after the last step to the scheduler."""
-        self._scheduler.add_loss(self.num_steps_done, loss)
-
-    def update_average(self, *, is_used: bool = True) -> None:
-        """Update the averaged weights with the parameters of the last step, if this has not been done."""
-        if self.average is not None and (self.average.follows or is_used):
-            is_read = self.average.is_due or not self.average.follows
-            if is_read and isinstance(self.optimizer, ZeroRedundancyOptimizer):
-                self.optimizer.wait()
-            self.average.update()
-
-    def _conclude(self, norm: float, computed: Computed, step: int, *, is_over: bool) -> bool:
-        """Count the update of ``step``; if its gradient is not finite, decrease the loss scale or refuse the step.
-
-        Collective if it is not: every rank.
-
-        Args:
-            norm: The norm of the gradient.
-            computed: The micro-batches of this process.
-            step: Counted from 0.
-            is_over: See `NonFiniteGuard.refuse`.
-
-        Returns:
-            Whether the gradient is finite.
-
-        Raises:
-            NonFiniteGradient: On every rank: it is not finite, and the run is to stop.
-        """
-        is_finite = math.isfinite(norm) or self._is_finite_after_all(torch.tensor(norm))
-        self._num_updates += is_finite or (is_over and self.policy is not Update.LEFT_OUT)
-        # An overflow that a smaller loss scale can avoid is not a bad gradient: the step is only skipped.
-        if self.scaler is not None and (is_finite or self.scaler.scale > 1.0):
-            before = self.scaler.scale
-            self.scaler.update(finite=is_finite)
-            if self.strategy.compressed is not None and self.scaler.scale != before:
-                self.strategy.compressed.scale_compression_residuals(self.scaler.scale / before)
-        elif not is_finite:
-            self.nonfinite.refuse(computed, step, is_over=is_over)
-        if not is_finite and self.average is not None and self.policy is Update.LEFT_OUT:
-            self.average.is_due = False
-        return is_finite
-
-    def _is_finite_after_all(self, norm: Tensor) -> bool:
-        """Return whether each element of the gradient is finite although the norm is not, because squares overflowed.
-
-        Collective with a sharded gradient: every rank.
-        """
-        if isinstance(self.optimizer, ZeroRedundancyOptimizer):
-            self.optimizer.wait()  # what follows reads all parameters
-        if norm.isnan() or not self.checks_later:
-            return bool(norm.isinf()) and self._gradients.is_finite(norm)
-        # After an update, the parameters show it, unless a rank has only a part of them. An update that was left out
-        # cannot be made up for.
-        is_made = self.policy is not Update.LEFT_OUT
-        return is_made and self.strategy.can_replay and are_finite(self._model.parameters(), norm)
+        self.updater.scheduler.add_loss(self.num_steps_done, loss)
 
     @property
     def _has_flags_later(self) -> bool:
@@ -681,7 +535,7 @@ class Trainer:
             return True
         (report, computed, step), self._unsettled = self._unsettled, None
         *flags, norm = report.read().tolist()  # the only wait of a step
-        is_finite = computed is None or self._conclude(norm, computed, step, is_over=is_over)
+        is_finite = computed is None or self.updater.conclude(norm, computed, step, is_over=is_over)
         if self._has_flags_later:
             self._take_flags(flags, step)
         return is_finite
@@ -741,17 +595,19 @@ class Trainer:
     def final_model(self) -> nn.Module:
         """Return the model at the end, with the averaged weights; with fsdp, with the shards of this rank."""
         self.settle()
-        if self.average is not None and not self.average.is_swapped:
-            self.update_average()
-            self.average.swap()
+        average = self.updater.average
+        if average is not None and not average.is_swapped:
+            self.updater.update_average()
+            average.swap()
         return self.strategy.weights(self._model)
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
         """Within the block, the model has the averaged weights, if there are any. Blocks until they are complete."""
         self.settle()
-        self.update_average()
-        with contextlib.nullcontext() if self.average is None else self.average.applied():
+        self.updater.update_average()
+        average = self.updater.average
+        with contextlib.nullcontext() if average is None else average.applied():
             yield
 
     def load_weights(self, state: dict[str, Any]) -> None:
@@ -787,7 +643,7 @@ class Trainer:
 
     def _planned(self) -> dict[str, Any]:
         """Return the values that may change when a run is resumed, by name; a line says which have."""
-        rate, base = self.plan.learning_rate, self._base_rates
+        rate, base = self.plan.learning_rate, self.updater.base_rates
         return {
             **self._task.parameters,
             "steps": self.plan.num_steps,
@@ -814,8 +670,8 @@ class Trainer:
 
     def _state(self, optimizer: Optimizer | None) -> dict[str, Any]:
         self.settle()
-        self.update_average(is_used=optimizer is not None)  # not for `replica_state`, which is not collective
-        compressed, average = self.strategy.compressed, self.average
+        self.updater.update_average(is_used=optimizer is not None)  # not for `replica_state`, which is not collective
+        compressed, average = self.strategy.compressed, self.updater.average
         return {
             **({} if average is None or not average.values else {"ema": average.state_dict()}),
             **({} if compressed is None else {"compression": model_state.compression_state(compressed)}),
@@ -829,10 +685,8 @@ class Trainer:
             "plan": self._planned(),
             "machine": reproducible.describe_machine(self.device),
             "num_steps_done": self.num_steps_done,
-            "num_updates": self._num_updates,
-            **self._scheduler.state_dict(),
+            **self.updater.state_dict(),
             **model_state.local_state_dict(self._model, optimizer),
-            "scaler": None if self.scaler is None else asdict(self.scaler),
             "stream": self.batches.state(),
         }
 
@@ -853,8 +707,8 @@ class Trainer:
             if self.strategy.compressed is not None:
                 model_state.load_compression_state(self.strategy.compressed, state.get("compression"))
             self.strategy.load_state_dict(state, self.optimizer)
-            if self.average is not None:
-                self.average.load_state_dict(state.get("ema", {}))
+            if self.updater.average is not None:
+                self.updater.average.load_state_dict(state.get("ema", {}))
         except CheckpointError:
             raise
         except (RuntimeError, ValueError) as error:
@@ -862,8 +716,6 @@ class Trainer:
                 f"The checkpoint does not fit the task's model or optimizer: {error}\n"
                 "Resume with the same task, or start a new run with resume=False (--no-resume)."
             ) from error
-        if self.scaler is not None and state["scaler"] is not None:
-            self.scaler = step_parts.GradScaler(**state["scaler"])
         self._switch(state.get("trained", {}))
         before, planned = state.get("plan", {}), self._planned()
         self.changes = [
@@ -872,8 +724,7 @@ class Trainer:
             if before.get(name, value) != value
         ]
         self.num_steps_done = state["num_steps_done"]
-        self._num_updates = state["num_updates"]
-        self._scheduler.load_state_dict(state, keeps_rates=before.get("learning rate") == planned["learning rate"])
+        self.updater.load_state_dict(state, keeps_rates=before.get("learning rate") == planned["learning rate"])
         self.batches.seek(self.num_steps_done, state.get("stream"))
         now = reproducible.describe_machine(self.device)
         if self.settings.reproducible is not None and state["machine"] != now:
