@@ -59,7 +59,7 @@ def train_by_turns(world, *, zero=None, hook=None, weights=False, micro=False, c
         optimizer = torch.optim.SGD(groups, **settings)
     else:
         optimizer = lockstep.ZeroRedundancyOptimizer(
-            groups, torch.optim.SGD, shard_gradients={"auto": None, "always": True, "never": False}[zero], **settings
+            groups, torch.optim.SGD, shard_gradients=zero == "slices", **settings
         )
     for step in range(12):
         change(model, step)
@@ -90,10 +90,9 @@ def train_by_turns(world, *, zero=None, hook=None, weights=False, micro=False, c
         {"static_graph": True, "micro": True, "weights": True, "bucket_cap_mb": 1e-6},
         {"hook": default_hooks.allreduce_hook, "weights": True},
         {"compression": "powersgd:9", "static_graph": True},
-        {"zero": "always", "weights": True, "micro": True},
-        {"zero": "auto", "bucket_cap_mb": 1e-6},
-        {"zero": "never", "late": True, "hook": default_hooks.allreduce_hook},
-        {"zero": "auto", "late": True},
+        {"zero": "slices", "weights": True, "micro": True},
+        {"zero": "whole", "bucket_cap_mb": 1e-6},
+        {"zero": "whole", "late": True, "hook": default_hooks.allreduce_hook},
         {"late": True},
         pytest.param({"compiles": True, "weights": True}, marks=pytest.mark.soak),
     ],

@@ -1,8 +1,6 @@
-"""Gradients of ZeroRedundancyOptimizer are reduced to slices unless the script reads them, and are right if it does."""
+"""With shard_gradients, gradients are reduced to slices; without, they are whole, and a script may read them."""
 
 import copy
-import io
-from contextlib import nullcontext, redirect_stderr
 
 import pytest
 import torch
@@ -14,9 +12,6 @@ from lockstep.comm.network import sent_to
 from lockstep.errors import ConfigurationError
 from tests.distributed.test_zero_parity import loss_of, net
 from tests.models import relative_error
-from tests.shm import shm_group
-
-SLICES = "slices"
 
 
 def sent_bytes(world):
@@ -24,15 +19,15 @@ def sent_bytes(world):
     return sum(each.num_bytes for each in sent_to(loopback=True).values())
 
 
-def test_a_script_sends_no_more_than_ddp(ranks):
+def test_slices_send_no_more_than_ddp(ranks):
     """Of two ranks, each sends the gradients once: half of them before the step, half of the parameters after it."""
 
     def run(world):
         numel = 2**20
         model = lockstep.DistributedDataParallel(nn.Linear(numel, 1, bias=False))
-        optimizer = lockstep.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-        for step in range(5):
-            if step == 4:
+        optimizer = lockstep.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, shard_gradients=True)
+        for step in range(3):
+            if step == 2:
                 before = sent_bytes(world)
             optimizer.zero_grad()
             model(torch.ones(1, numel)).sum().backward()
@@ -93,18 +88,13 @@ def test_gradients_in_slices_may_be_edited_and_strides_may_change(ranks):
 
 
 def scripts():
-    """By name, what a script does between backward and step, after step, and the mode that follows."""
+    """By name, what a script does between backward and step, and whether that is right with slices, too."""
 
     def clip(model, optimizer, step):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.2)
 
-    def clip_late(model, optimizer, step):
-        if step in (4, 7):
-            clip(model, optimizer, step)
-
-    def clip_from_the_fourth_on(model, optimizer, step):
-        if step > 3:
-            clip(model, optimizer, step)
+    def clip_values(model, optimizer, step):
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
 
     def of_the_optimizer(model, optimizer, step):
         optimizer.clip_grad_norm_(0.2)
@@ -126,38 +116,28 @@ def scripts():
         of_the_optimizer(model, optimizer, step)
         edited(model, optimizer, step)
 
-    def alone(model, optimizer, step):
-        if step == 5 and model.process_group.rank() == 1:
-            gradients = [each.grad for each in model.parameters() if each.grad is not None]
-            norms.append(float(torch.nn.utils.get_total_norm(gradients)))
-
-    norms = []
-    return norms, {
-        "nothing": (None, SLICES),
-        "torch's clipping": (clip, "whole"),
-        "torch's clipping, seldom and late": (clip_late, SLICES),
-        "torch's clipping, late and then always": (clip_from_the_fourth_on, "whole"),
-        "the optimizer's clipping": (of_the_optimizer, SLICES),
-        "the wrapper's clipping": (of_the_wrapper, "whole"),
-        "gradients set by hand": (set_by_hand, "whole"),
-        "gradients edited": (edited, "whole"),
-        "gradients edited after clipping": (edited_after_clipping, "whole"),
-        "one rank reads, late": (alone, SLICES),
+    return {
+        "torch's clipping": (clip, False),
+        "torch's clipping of values": (clip_values, True),
+        "the optimizer's clipping": (of_the_optimizer, True),
+        "the wrapper's clipping": (of_the_wrapper, False),
+        "gradients set by hand": (set_by_hand, True),
+        "gradients edited": (edited, False),
+        "gradients edited after clipping": (edited_after_clipping, False),
     }
 
 
-NAMES = list(scripts()[1])
+WHOLE = [(name, False) for name in scripts()]
+IN_SLICES = [(name, True) for name, (_, is_right) in scripts().items() if is_right]
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_whatever_a_script_reads_or_changes_is_right(ranks, name, backend):
-    def train(model, optimizer, change, rank=0, size=1):
-        for step in range(9):
+@pytest.mark.parametrize(("name", "shard_gradients"), WHOLE + IN_SLICES)
+def test_whatever_a_script_reads_or_changes_is_right(ranks, name, shard_gradients):
+    def train(model, optimizer, rank=0, size=1):
+        for step in range(5):
             model.zero_grad()
             loss_of(model, step, rank, size).backward()
-            if change is not None:
-                change(model, optimizer, step)
+            scripts()[name][0](model, optimizer, step)
             optimizer.step()
 
     class Alone(nn.Module):
@@ -166,7 +146,6 @@ def test_whatever_a_script_reads_or_changes_is_right(ranks, name, backend):
         def __init__(self, module):
             super().__init__()
             self.module = module
-            self.process_group = type("Group", (), {"rank": lambda self: 1})()
 
         def forward(self, *inputs):
             return self.module(*inputs)
@@ -175,103 +154,73 @@ def test_whatever_a_script_reads_or_changes_is_right(ranks, name, backend):
             torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm)
 
     def run(world):
-        norms, kinds = scripts()
-        model = net()
-        with shm_group() if backend == "shm" else nullcontext() as group:
-            wrapped = lockstep.DistributedDataParallel(model, bucket_cap_mb=0.0005, process_group=group)
-            optimizer = lockstep.ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, group, lr=0.01)
-            train(wrapped, optimizer, kinds[name][0], world.rank, world.world_size)
-        oracle_norms, oracle_kinds = scripts()
+        model, settings = net(), {"lr": 0.01, "shard_gradients": shard_gradients}
+        wrapped = lockstep.DistributedDataParallel(model, bucket_cap_mb=0.0005)
+        optimizer = lockstep.ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, **settings)
+        train(wrapped, optimizer, world.rank, world.world_size)
         expected = Alone(net())
         theirs = torch.optim.AdamW(expected.parameters(), lr=0.01)
         theirs.clip_grad_norm_ = expected.clip_grad_norm_
-        train(expected, theirs, oracle_kinds[name][0])
+        train(expected, theirs)
         for mine, other in zip(model.parameters(), expected.parameters(), strict=True):
             assert relative_error(mine, other) < 1e-12
-        if world.rank == 1:
-            assert norms == pytest.approx(oracle_norms, rel=1e-12)
-        flat = torch.cat([each.detach().flatten() for each in model.parameters()])
-        assert {type(each) for each in model.parameters()} <= {nn.Parameter, type(next(model.parameters()))}
-        return optimizer._slices.mode.value, flat.tolist()
+        return torch.cat([each.detach().flatten() for each in model.parameters()]).tolist()
 
-    for mode, weights in (found := ranks(3)(run)):
-        assert mode == scripts()[1][name][1]
-        assert weights == found[0][1]
+    assert len({tuple(weights) for weights in ranks(3)(run)}) == 1
 
 
-def test_grad_scaler_and_accumulation_without_no_sync_keep_gradients_whole(ranks):
+@pytest.mark.parametrize("kind", ["scaler", "accumulation"])
+def test_grad_scaler_and_accumulation_without_no_sync(ranks, kind):
+    def train(model, optimizer, rank=0, size=1, *, scaler):
+        for step in range(5):
+            optimizer.zero_grad()
+            for part in range(1 + (kind == "accumulation")):
+                scaler.scale(loss_of(model, step + part, rank, size, head=0)).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+            scaler.step(optimizer)
+            scaler.update()
+
     def run(world):
-        modes = []
-        for kind in ("scaler", "accumulation"):
-            model = net()
-            wrapped = lockstep.DistributedDataParallel(model)
-            optimizer = lockstep.ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.SGD, lr=0.01)
-            scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=kind == "scaler")
-            for step in range(5):
-                optimizer.zero_grad()
-                for part in range(1 + (kind == "accumulation")):
-                    loss = loss_of(wrapped, step + part, world.rank, world.world_size, head=0)
-                    scaler.scale(loss).backward()
-                scaler.step(optimizer)
-                scaler.update()
-            modes.append(optimizer._slices.mode.value)
-            expected, theirs = net(), None
-            theirs = torch.optim.SGD(expected.parameters(), lr=0.01)
-            for step in range(5):
-                theirs.zero_grad()
-                for part in range(1 + (kind == "accumulation")):
-                    loss_of(expected, step + part, head=0).backward()
-                theirs.step()
-            for mine, other in zip(model.parameters(), expected.parameters(), strict=True):
-                assert relative_error(mine, other) < 1e-12
-        return modes
+        model, expected = net(), net()
+        wrapped = lockstep.DistributedDataParallel(model)
+        optimizer = lockstep.ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.SGD, lr=0.01)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=kind == "scaler")
+        train(wrapped, optimizer, world.rank, world.world_size, scaler=scaler)
+        theirs = torch.optim.SGD(expected.parameters(), lr=0.01)
+        train(expected, theirs, scaler=torch.amp.GradScaler("cpu", enabled=False))
+        for mine, other in zip(model.parameters(), expected.parameters(), strict=True):
+            assert relative_error(mine, other) < 1e-12
 
-    assert ranks(2)(run) == [["whole", "whole"]] * 2
+    ranks(2)(run)
 
 
-def test_a_read_that_no_other_rank_would_answer_is_an_error(ranks):
+@pytest.mark.parametrize("num_steps", [0, 3])
+@pytest.mark.parametrize("foreach", [None, False])
+def test_a_norm_of_slices_is_refused(ranks, num_steps, foreach):
     def run(world):
         model = net()
         wrapped = lockstep.DistributedDataParallel(model)
-        optimizer = lockstep.ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.SGD, lr=0.01)
-        for step in range(4):
-            optimizer.zero_grad()
+        optimizer = lockstep.ZeroRedundancyOptimizer(
+            wrapped.parameters(), torch.optim.SGD, shard_gradients=True, lr=0.01
+        )
+        for step in range(num_steps):
             loss_of(wrapped, step, world.rank, world.world_size).backward()
+            optimizer.clip_grad_norm_(0.2)
+            with pytest.raises(ConfigurationError, match="has a slice"):
+                next(model.parameters()).grad.norm()
             optimizer.step()
-        with pytest.raises(ConfigurationError) as caught:
-            next(model.parameters()).grad.norm()
-        copied = next(copy.deepcopy(model).parameters())
-        assert copied.grad is None and type(copied) is nn.Parameter
-        wrapped.zero_grad()  # finds out what there is to reset, and is no read
-        assert next(model.parameters()).grad is None
-        return str(caught.value)
+            assert all(parameter.grad is None for parameter in model.parameters())
+        loss_of(wrapped, num_steps, world.rank, world.world_size).backward()
+        torch.nn.utils.clip_grad_norm_(wrapped.parameters(), 0.2, foreach=foreach)
 
-    refusal = (
-        "A gradient is read after the optimizer has used it: it was reduced to each rank's slice, since none was read "
-        "in the first steps.\nRead it before step() and clip_grad_norm_() of the optimizer, or pass "
-        "shard_gradients=False to ZeroRedundancyOptimizer."
-    )
-    assert ranks(2)(run) == [refusal] * 2
-
-
-def test_a_script_that_reads_gradients_gets_one_hint(ranks):
-    def run(world):
-        model = lockstep.DistributedDataParallel(nn.Linear(3, 2))
-        optimizer = lockstep.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-        with redirect_stderr(io.StringIO()) as text:
-            for _ in range(5):
-                optimizer.zero_grad()
-                model(torch.ones(1, 3)).sum().backward()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-        return text.getvalue()
-
-    hint = (
-        "lockstep: ZeroRedundancyOptimizer sends whole gradients, half as many bytes again as it needs: the script "
-        "reads\ngradients between backward and zero_grad(). Clip with the optimizer's clip_grad_norm_(), and pass "
-        "shard_gradients=True,\nor pass shard_gradients=False, which ends this message.\n"
-    )
-    assert ranks(2)(run) == [hint, ""]
+    for outcome in ranks(2).each(run):
+        assert isinstance(outcome.error, ConfigurationError)
+        assert str(outcome.error) == (
+            "A norm of a gradient, as for clipping, needs all of it, but with shard_gradients=True this rank has a "
+            "slice.\nCall clip_grad_norm_() of the optimizer, which returns the norm of all (max_norm=math.inf does "
+            "not clip), or leave shard_gradients out."
+        )
 
 
 @pytest.mark.parametrize("is_in_cycle", [False, True])

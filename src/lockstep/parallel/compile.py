@@ -15,27 +15,22 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 def leave_uncompiled(function: _Function) -> _Function:
     """Make torch.compile run ``function`` as it is, outside of graphs, and compile the frames that it calls."""
+    # `leave_frames` does so for frames that are entered from outside a graph. The attribute also does it for a module's
+    # forward, which the compiler would otherwise inline.
     end_graph_at(function)
     leave_frames(function, and_callees=False)
-    return function
-
-
-def leave_all_uncompiled(function: _Function) -> _Function:
-    """Make torch.compile run ``function`` and the frames that it calls as they are: it cannot trace collectives."""
-    leave_frames(function, and_callees=True)
     return function
 
 
 def keep_out_of_graphs(function: _Function) -> _Function:
     """Make torch.compile end a graph before each call of ``function``, run it as it is, and start a new graph after it.
 
-    Do not use it around another decorator, because other functions share that decorator's code.
+    The frames that it calls run uncompiled, too, since the compiler cannot trace collectives. Do not use it around
+    another decorator, because other functions share that decorator's code.
     """
-    # The functions above do so for frames that are entered from outside a graph. The attribute also does it for a
-    # module's forward, which the compiler would otherwise inline. Hooks need it as well: autograd calls them while a
-    # compiled step runs its backward.
-    end_graph_at(function)
-    return leave_all_uncompiled(function)
+    end_graph_at(function)  # for hooks: autograd calls them while a compiled step runs its backward
+    leave_frames(function, and_callees=True)
+    return function
 
 
 @functools.cache

@@ -1,9 +1,8 @@
 """Flat gradients: views like a parameter, norms and factors in few kernels, the same bits on any number of threads."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter, methodcaller
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,10 +13,6 @@ from lockstep.base.torch_internals import foreach_mul_, foreach_norm
 # What vectorised loads need of an address, and some libraries require. Torch's allocators align memory to more. Tensors
 # whose size is no multiple of it come last in flat memory, so that all others are aligned.
 ALIGNMENT_BYTES = 16
-
-_GRAD: Any = Tensor.grad
-# Also of a class that reports who reads ``grad``, see zero/slices.py.
-gradient_of: Callable[[Tensor], Tensor | None] = _GRAD.__get__
 
 
 def padded_numel(numel: int, itemsize: int, num_slices: int) -> int:

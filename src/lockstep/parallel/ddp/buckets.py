@@ -245,19 +245,30 @@ class DenseBucket(_Members):
     ) -> None:
         super().__init__(spec, parameters, names)
         self._keep_held_gradients = keep_held_gradients
-        self.tail_start = padded_numel(sum(param.numel() for param in self.parameters), spec.dtype.itemsize, num_slices)
+        numel = sum(parameter.numel() for parameter in self.parameters)
+
+        # The layout: gradients, zeros up to `tail_start`, the tail. This rank's tail has 1 for each parameter (`gather`
+        # replaces it by 0 if there is no gradient), and then the message.
+        self.tail_start = padded_numel(numel, spec.dtype.itemsize, num_slices)
         self._message = tuple(message)
         self._own_tail = torch.tensor([1.0] * len(self.parameters) + list(message)).to(spec.device, spec.dtype)
-        # C multiplies these two dtypes. Gradients of parameters that are not contiguous may have another layout.
-        is_known = spec.dtype in (torch.float32, torch.float64)
-        self._may_wait = is_known and all(parameter.is_contiguous() for parameter in self.parameters)
-        self.pieces: Pieces | None = None
+
+        # The copies: by place, which gradients are copied one by one (`_copy_in`); and whether all may be copied late,
+        # by C code that multiplies these two dtypes. Only gradients of contiguous parameters are sure to have the
+        # layout of their slot.
         self._large = {place for place, parameter in enumerate(self.parameters) if parameter.numel() >= _LARGE_NUMEL}
+        is_multiplied_in_c = spec.dtype in (torch.float32, torch.float64)
+        self._may_be_late = is_multiplied_in_c and all(parameter.is_contiguous() for parameter in self.parameters)
+        self.pieces: Pieces | None = None
+
+        # By place, whether strides may change at the same address; see [Note: edited gradients].
         self._are_matrices = [parameter.dim() > 1 for parameter in self.parameters]
+
+        # The memory. `_renew` replaces it if the script holds gradients, which the next step must not overwrite.
         self._allocate(self.parameters, group)
 
     def _allocate(self, like: Sequence[Tensor], group: Group | None) -> None:
-        """Allocate memory for gradients with the shapes and strides of ``like``."""
+        """Allocate memory for gradients with the shapes and strides of ``like``, and cut it by the layout."""
         numel = sum(tensor.numel() for tensor in like)
         size, dtype, device = self.tail_start + len(self._own_tail), self.spec.dtype, self.spec.device
         if group is None or group.size() == 1:
@@ -273,6 +284,7 @@ class DenseBucket(_Members):
         self._views = [slot.data for slot in self._slots]
         self._layout = self._find_layout()
         self._small_slots = [slot for place, slot in enumerate(self._slots) if place not in self._large]
+        # See [Note: held gradients]: the tensors on this memory that are ours; more are the script's.
         self._storage_address = torch_internals.storage_address(self.payload)
         self._num_aliases = torch_internals.storage_use_count(self._storage_address)
 
@@ -328,7 +340,7 @@ class DenseBucket(_Members):
             if self._keep_held_gradients and self._is_held(self._views):
                 self._renew()
             present = cast("list[Tensor]", gradients)
-            if late and self._can_wait(present):
+            if late and self._can_be_late(present):
                 self.pieces = Pieces(present, scale.factor)
                 self._tail.copy_(self._own_tail)
             else:
@@ -344,10 +356,10 @@ class DenseBucket(_Members):
                 self._own_tail[place] = now
         self._message = tuple(message)
 
-    def _can_wait(self, gradients: Sequence[Tensor]) -> bool:
+    def _can_be_late(self, gradients: Sequence[Tensor]) -> bool:
         """Return whether C can read them in place: hooks of the script may have put anything in ``param.grad``."""
         return (
-            self._may_wait
+            self._may_be_late
             and set(map(type, gradients)) == {Tensor}
             and all(map(Tensor.is_contiguous, gradients))
             and not any(map(Tensor.is_neg, gradients))
@@ -594,11 +606,6 @@ class BucketSet:
     @property
     def _default_order(self) -> range:
         return range(len(self.parameters))[::-1]
-
-    @property
-    def new_names(self) -> list[str]:
-        """The names of the new parameters; see [Note: unfrozen parameters]."""
-        return self.names[self.num_planned :]
 
     def number_anew(self, names: Collection[str]) -> None:
         """Hold the parameters with these names, in the order of the model. Buckets must be built next."""

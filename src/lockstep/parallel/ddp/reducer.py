@@ -726,7 +726,7 @@ class Reducer:
         """
         buckets, device = self.bucket_set, self.bucket_set.device
         twice = [buckets.names[index] for index, count in Counter(step.arrived if step else ()).items() if count > 1]
-        own = None if step is None else [buckets.new_names, twice]
+        own = None if step is None else [buckets.names[buckets.num_planned :], twice]
         rows = [row for row in all_gather_object(own, group=self._group, device=device) if row is not None]
         names = rows[0][0]
         for others, _ in rows:

@@ -14,7 +14,6 @@ from lockstep.base.accelerator import HostCopy
 from lockstep.base.torch_internals import version_of
 from lockstep.comm.collectives import Group, all_gather_object
 from lockstep.parallel.consistency import fold, refuse_difference
-from lockstep.parallel.flat import gradient_of
 
 # On a device, a digest is sent so many steps after it was taken: by then the host need not wait for it.
 _NUM_LATER = 5
@@ -83,7 +82,7 @@ class Replicas:
         self._reduced = None
         if not self._is_due(step):
             return
-        found = ((each, gradient_of(each)) for each in parameters)
+        found = ((each, each.grad) for each in parameters)
         noted = ((each, weakref.ref(grad), version_of(grad)) for each, grad in found if grad is not None)
         self._reduced = next(noted, None)
 
@@ -95,7 +94,7 @@ class Replicas:
         state |= {_ORDER: float(self.number)} if self.number else {}
         if self._reduced is not None:
             parameter, before, version = self._reduced
-            gradient = gradient_of(parameter)
+            gradient = parameter.grad
             # In place, a script may have zeroed it, or clipped it, or added to it.
             if gradient is None or (gradient is before() and version_of(gradient) == version):
                 state[_KEPT] = float(gradient is not None)

@@ -17,7 +17,6 @@ from lockstep.health.heartbeat import num_calls
 from lockstep.parallel.compile import keep_out_of_graphs
 from lockstep.parallel.ddp.buckets import BucketSet
 from lockstep.parallel.ddp.weighting import Weights, all_zero
-from lockstep.parallel.flat import gradient_of
 
 # Called with the optimizer, and with what its closure has returned; None without a closure.
 BeforeUpdate = Callable[[Optimizer, Any], None]
@@ -97,7 +96,7 @@ def warn_if_idle(optimizer: Optimizer) -> None:
         return
     parameters = [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
     # Without parameters it may be this rank's part of a ZeroRedundancyOptimizer.
-    is_idle = bool(parameters) and all(gradient_of(parameter) is None for parameter in parameters)
+    is_idle = bool(parameters) and all(parameter.grad is None for parameter in parameters)
     _idle[optimizer] = (num_idle + 1 if is_idle else 3), _num_backwards
     if is_idle and num_idle == 2:
         warnings.warn(

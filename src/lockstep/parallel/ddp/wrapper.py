@@ -25,7 +25,7 @@ from lockstep.comm.process import keep_freed_memory
 from lockstep.comm.world import World
 from lockstep.errors import ConfigurationError
 from lockstep.parallel import module_io
-from lockstep.parallel.compile import leave_all_uncompiled, leave_uncompiled
+from lockstep.parallel.compile import keep_out_of_graphs, leave_uncompiled
 from lockstep.parallel.compression import CompressedMean, check_method, make_reduction
 from lockstep.parallel.consistency import Buffers, check_arguments_agree, refuse_difference, replica_of
 from lockstep.parallel.ddp import bucket_events, bucket_gradients, comm_hooks, setup
@@ -329,7 +329,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             return self._post_forward(self._run_module(inputs, kwargs))
 
-    @leave_all_uncompiled
+    @keep_out_of_graphs
     def _forward_in_transform(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module in transforms of torch.func; what they differentiate is this rank's, as with torch's class."""
         if torch_internals.differentiates():
@@ -342,7 +342,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
             self._post_forward([torch_internals.unwrap(tensor) for tensor in find_tensors(output)])
         return output
 
-    @leave_all_uncompiled
+    @keep_out_of_graphs
     def _begin_alone(self) -> bool:
         """Begin a training step that needs no communication and no notification; return whether it is one."""
         # For small steps on one rank: `_pre_forward` and `_post_forward` would take 50 microseconds of 1,000.
@@ -358,7 +358,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
             setup.sparse_parameters(self.module, self.process_group, self.device)
             self.reducer.add_parameters(unfrozen)
 
-    @leave_all_uncompiled
+    @keep_out_of_graphs
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         is_training = torch.is_grad_enabled()
         if is_training:
@@ -403,7 +403,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         finally:
             torch_internals.set_active_ddp_module(before)
 
-    @leave_all_uncompiled
+    @keep_out_of_graphs
     def _post_forward(self, output: Any) -> Any:
         if self._sync_layers.is_needed:
             self._end_forward(output)

@@ -51,7 +51,7 @@ from lockstep.parallel.ddp.uneven_inputs import StepJoinHook
 from lockstep.parallel.flat import combine_norms, list_norms, multiply_
 from lockstep.parallel.zero import partition
 from lockstep.parallel.zero.partition import Entries, FlatBuffer, Member, Read, ShardOptimizer, ShardRange, options_of
-from lockstep.parallel.zero.slices import Mode, ReduceScatterMean, find_reducer, find_reducer_on_all, quietly_read
+from lockstep.parallel.zero.slices import ReduceScatterMean, find_reducer
 
 
 class _State(defaultdict[Any, Any]):
@@ -102,9 +102,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     flat buffers. With other optimizers each rank owns whole parameters.
 
     Gradients must be equal on all ranks when `step` is called, as after a backward of ``DistributedDataParallel``.
-    With ``shard_gradients`` a rank gets only its slice of them, which halves the bytes sent before the step. By default
-    this is so after the first steps, if no rank has read gradients in these. Gradients are then made whole when they
-    are read between backward and `step`; after `step`, reading them raises ConfigurationError.
+    With ``shard_gradients`` a rank gets only its slice of them, which halves the bytes sent before the step.
 
     Collective: the constructor, `step`, `add_param_group`, `consolidate_state_dict` and `clip_grad_norm_`.
 
@@ -117,9 +115,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         elementwise: Whether ``optimizer_class`` updates each element by itself, so that it may work on flat slices.
             Default: known for torch's classes; other classes may have an attribute ``elementwise``.
         shard_gradients: Reduce gradients to each rank's slice only. All parameters must be in one
-            `lockstep.DistributedDataParallel`. Default: where that is possible and the script reads no gradients. True:
-            always. Then, between backward and `step`, ``param.grad`` holds the mean in this rank's slice only, use
-            `clip_grad_norm_` of this class; after `step` it is None. Not with torch's ``GradScaler``. False: never.
+            `lockstep.DistributedDataParallel`. Between backward and `step`, ``param.grad`` then holds the mean in this
+            rank's slice, and anything elsewhere; after `step` it is None. Norms of it, as in torch's
+            ``clip_grad_norm_``, raise ConfigurationError: use `clip_grad_norm_` of this class. Not with torch's
+            ``GradScaler``.
         **defaults: Arguments of ``optimizer_class``.
 
     Attributes:
@@ -143,7 +142,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         overlap_with_ddp: bool = False,
         *,
         elementwise: bool | None = None,
-        shard_gradients: bool | None = None,
+        shard_gradients: bool = False,
         **defaults: Any,
     ) -> None:
         if overlap_with_ddp:
@@ -179,12 +178,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._failure: Exception | None = None  # of a gather
         # Before buffers are created: ranks that differ would exchange slices of different sizes.
         self._check_ranks_agree()
-        reducer = None
-        if shard_gradients and self.world_size > 1:
-            reducer = find_reducer(self._parameters)
-        elif shard_gradients is None and self.is_elementwise and self.world_size > 1:
-            reducer = find_reducer_on_all(self._parameters, self.process_group)
-        self._use_reducer(reducer, Mode.ALWAYS if shard_gradients else Mode.LOOKING)
+        self._use_reducer(find_reducer(self._parameters) if shard_gradients and self.world_size > 1 else None)
         self._build()
         self.initialized = True
 
@@ -310,7 +304,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             shard.drop_gradients()
         self._adopt_options()
         self._has_gradients, self._collected = False, ([], [])  # a bucket gives memory that is still in use away
-        if self._reducer is not None and self._shard_gradients:  # see [Note: what is in param.grad]
+        if self._reducer is not None:  # see [Note: what is in param.grad]
             self._slices.reset()
             for parameter in self._reducer.bucket_set.parameters:
                 parameter.grad = None
@@ -386,14 +380,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Collective: every rank. Needed with ``shard_gradients``, where torch's function sees only a part.
         """
-        if self._reducer is None and not self._shard_gradients:
+        if not self._shard_gradients:
             return torch.nn.utils.clip_grad_norm_(self._parameters, max_norm, norm_type)
-        if self._reducer is not None and self._slices.mode in (Mode.LOOKING, Mode.WHOLE):
-            gradients = quietly_read(self._parameters)  # whole ones, which the script may read and edit until the step
-            norm = combine_norms(list_norms(gradients, norm_type), norm_type)
-        else:  # in place, in the memory that the next step uses: they are not collected again
-            gradients = self.local_gradients()
-            norm = norm_of_shards(gradients, self._parameters[0], norm_type, group=self.process_group)
+        gradients = self.local_gradients()  # in the memory that the next step uses: they are not collected again
+        norm = norm_of_shards(gradients, self._parameters[0], norm_type, group=self.process_group)
         multiply_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
 
@@ -417,10 +407,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if self._has_gradients:  # they may be clipped, and must not be collected again
             return
         if self._reducer is not None:
-            self._slices.prepare_step()
-        # After the buckets were rebuilt, at the end of the first backward, the list is a new one.
-        if self._reducer is not None and self._laid_for is not self._reducer.bucket_set.buckets:
-            self._rebuild()
+            self._slices.allow_norms()
+            # After the buckets were rebuilt, at the end of the first backward, the list is a new one.
+            if self._laid_for is not self._reducer.bucket_set.buckets:
+                self._rebuild()
         self._take_back()
         if self.is_elementwise:
             present = [parameter.grad is not None for parameter in self._parameters]
@@ -443,7 +433,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._collected = gradients, present
         self._has_gradients = True
         if self._reducer is not None:
-            self._slices.end_use()
+            self._slices.refuse_norms()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -605,12 +595,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     # --- The layout
 
-    def _use_reducer(self, reducer: Reducer | None, mode: Mode) -> None:
+    def _use_reducer(self, reducer: Reducer | None) -> None:
         self._reducer = reducer
         if reducer is not None:
             if isinstance(reducer.reduction, ReduceScatterMean):  # of an optimizer that is gone
-                reducer.reduction.release(reducer)
-            self._slices = ReduceScatterMean(reducer, self.process_group, mode, self)
+                reducer.reduction.reset()
+                reducer.observers.remove(reducer.reduction)
+            self._slices = ReduceScatterMean(reducer, self.process_group, self)
             reducer.set_reduction(self._slices)
             reducer.observers.append(self._slices)
 
@@ -629,11 +620,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._buffers: list[FlatBuffer] = []
         self._laid_for: Sequence[Bucket] | None = None
         member_of = {id(parameter): (parameter, shard_range) for parameter, shard_range in members}
-        if self._reducer is not None and not self._reducer.bucket_set.index_of.keys() <= member_of.keys():
-            # Parameters were unfrozen that the script trains otherwise, or not yet.
-            self._slices.release_whole(self._reducer)
-            self._reducer = None
         if self._reducer is not None:  # then it is element-wise
+            if not self._reducer.bucket_set.index_of.keys() <= member_of.keys():
+                raise ConfigurationError(
+                    "Parameters are trained now that were frozen before and are not in this ZeroRedundancyOptimizer, "
+                    "whose gradients are in slices.\nGive it all of model.parameters() when it is made, or call "
+                    "add_param_group() before the next forward."
+                )
             self._laid_for = self._reducer.bucket_set.buckets
             for bucket in self._laid_for:
                 inside = [member_of.pop(id(parameter)) for parameter in bucket.parameters]
@@ -783,7 +776,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             for index, parameter in enumerate(self._parameters):
                 parameter.copy_(whole[index].pop(partition.VALUE))
         self.process_group, self.world_size, self.rank = group, group.size(), group.rank()
-        self._use_reducer(reducer if self._shard_gradients and self.world_size > 1 else None, Mode.ALWAYS)
+        self._use_reducer(reducer if self._shard_gradients and self.world_size > 1 else None)
         self._build()
         state = {index: entries for index, entries in whole.items() if entries}
         self._load(partition.read_from_full(state, self._parameters, flat=True))
