@@ -175,6 +175,16 @@ def format_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(parts)}"
 
 
+def plural(number: int, noun: str) -> str:
+    """Return the number with its noun, which forms the plural with an s."""
+    return f"{number} {noun if number == 1 else noun + 's'}"
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Return a size in GiB or MiB."""
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
+
+
 # --- Waiting for a core
 
 # The file of each thread that uses `core_use`. It stays open: opening it takes ten times as long as reading it.
@@ -223,8 +233,3 @@ def core_wait_s(uses: Sequence[tuple[bytes, bytes]], working_s: float) -> float:
     differences = ([int(now) - int(before) for before, now in pair] for pair in pairs)
     ran_ns, *waited_ns = map(sum, zip(*differences, strict=True))
     return (waited_ns[0] if waited_ns else max(0.0, 1e9 * working_s - ran_ns)) / 1e9
-
-
-def format_bytes(num_bytes: float) -> str:
-    """Return a size in GiB or MiB."""
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"

@@ -343,7 +343,7 @@ class Checkpoints:
         self._stager = storage.HostStager()
         self._problem: str | None = None
         self._lock = contextlib.ExitStack()  # of the folder, on rank zero
-        self._check_lock: Callable[[], object] = bool
+        self._check_lock: Callable[[], object] = lambda: None
         self._leads = False  # whether this is rank zero, which has the lock
         self._stale: list[Place] = []
         self._damaged: list[Place] = []

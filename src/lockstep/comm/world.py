@@ -270,10 +270,6 @@ class World:
     # What `init` opened, and the backend that it chose.
     owned: Owned | None
     wanted_backend = "gloo"
-    # Returns whether a rank was lost and another generation of the world has begun.
-    is_cut: Callable[[], bool] = bool
-    # Called when this process leaves the job, with whether it has completed its part.
-    leave: Callable[[bool], object] = bool
 
     def __init__(self, env: RankEnv, device: torch.device, group: dist.ProcessGroup, owned: Owned | None) -> None:
         make_forks_safe()
@@ -281,6 +277,10 @@ class World:
             keep_freed_memory()
         activity.now.failure = ""  # may be left from an earlier world
         self.device = device
+        # Returns whether a rank was lost and another generation of the world has begun.
+        self.is_cut: Callable[[], bool] = lambda: False
+        # Called when this process leaves the job, with whether it has completed its part.
+        self.leave: Callable[[bool], object] = lambda is_complete: None
         self.enter(env, group, owned)
 
     def enter(self, env: RankEnv, group: dist.ProcessGroup, owned: Owned | None) -> None:

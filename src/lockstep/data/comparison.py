@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from lockstep.base.activity import format_ranks
 from lockstep.base.containers import items_of
 from lockstep.comm.collectives import Group, all_gather_object
 from lockstep.data.loader import HasEpochs, LoadOptions, Request, load
@@ -127,11 +128,10 @@ def check_same_samples(own_checksum: str, field: str, step: int, *, group: Group
         return
     checksums: list[str] = all_gather_object(own_checksum, group=group, device=device)
     first = next((rank for rank, checksum in enumerate(checksums) if checksum), 0)
-    others = [str(rank) for rank, other in enumerate(checksums) if other and other != checksums[first]]
+    others = [rank for rank, other in enumerate(checksums) if other and other != checksums[first]]
     if others:
-        ranks = f"rank{'s' * (len(others) > 1)} {', '.join(others)}"
         raise ConfigurationError(
-            f"{field} gave different samples on {ranks} than on rank {first}, in step {step}.\n"
+            f"{field} gave different samples on {format_ranks(others)} than on rank {first}, in step {step}.\n"
             "Every process creates the same data and takes its part of it: leave out what depends on the rank or the "
             "process, such as the order of a set or of os.listdir, and shuffle or split with a seed of your own, or "
             "with random, numpy.random or torch, whose seeds are set."

@@ -18,7 +18,7 @@ from torch.distributed.elastic.utils import macros
 from torch.distributed.launcher.api import LaunchConfig
 
 from lockstep.base import rank_files, torch_internals
-from lockstep.base.activity import log
+from lockstep.base.activity import log, plural
 from lockstep.base.env import AGENT_STORE, LAUNCHER_STORE
 from lockstep.comm.network import set_keepalive
 from lockstep.comm.rendezvous import JOINS, poll_until
@@ -124,7 +124,7 @@ class Agent(LocalElasticAgent):
         self.num_restarts += 1
         if self._joins is not None:
             # The ranks begin alone, as on a single machine.
-            worker_group.spec.rdzv_handler = self._alone = RendezvousPerRestart(self.config, None, bool)
+            worker_group.spec.rdzv_handler = self._alone = RendezvousPerRestart(self.config, None, lambda: False)
             super()._rendezvous(worker_group)
             worker_group.spec.rdzv_handler = handler
             return
@@ -244,7 +244,7 @@ class Agent(LocalElasticAgent):
             # The store may be another one now.
             self._board = board = InterNodeStore(self.config.rdzv_endpoint, self.config.run_id)
             if self.config.rdzv_backend == "static" and self.config.rdzv_configs["rank"] != 0:
-                spec.rdzv_handler = rendezvous_of(self.config, bool)
+                spec.rdzv_handler = rendezvous_of(self.config, lambda: False)
                 spec.rdzv_handler.next_rendezvous()
                 self._machines.check_place(board)
                 # A new launcher on the first machine begins to count again, and waits for this one before it writes
@@ -366,7 +366,7 @@ class Agent(LocalElasticAgent):
             if first.exit_code < 0 and spec.local_world_size > (self.job.min_ranks or math.inf):
                 hide_device(failures[first.rank].local_rank, spec.local_world_size)
                 spec.local_world_size -= 1
-                restart += f" with {spec.local_world_size} rank{'s' * (spec.local_world_size != 1)}"
+                restart += f" with {plural(spec.local_world_size, 'rank')}"
             text = failure_report.restart_report(first, restart)
         rank_files.forget_ranks(self.job.folder)
         print(text, file=sys.stderr, flush=True)

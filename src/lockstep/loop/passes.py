@@ -349,7 +349,7 @@ class Division:
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
-        self._replay: Callable[[], object] = bool
+        self._replay: Callable[[], object] = lambda: None
 
     def __len__(self) -> int:
         return len(self.lists)

@@ -87,7 +87,7 @@ def save(
             parts = {"state": values | states, **model_state.local_state_dict(model, optimizer)}
             packer = storage.TreePacker(parts, is_coordinator=rank == 0)
             if rank:
-                return packer, bool
+                return packer, lambda: None
             folder.mkdir(parents=True, exist_ok=True)
             check_lock = stack.enter_context(lock_folder(folder))
             storage.remove_leftover_files(folder)

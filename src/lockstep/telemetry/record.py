@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep.base.activity import log, one_line
+from lockstep.base.activity import log, one_line, plural
 from lockstep.base.record_files import hide_secrets, open_record
 from lockstep.errors import ConfigurationError
 from lockstep.telemetry.step_times import PHASES, Mark, StepMarks, StepTimes, combine, mean_of_known, seconds_between
@@ -581,7 +581,7 @@ def _rank(path: Path, number: int, runs: set[str] | None, gaps: list[str]) -> Ra
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError):
             bad.append(place)
     if bad:
-        gaps.append(f"{path.name}: {len(bad)} line{'s' * (len(bad) > 1)} cannot be read; the first is line {bad[0]}.")
+        gaps.append(f"{path.name}: {plural(len(bad), 'line')} cannot be read; the first is line {bad[0]}.")
     # Of steps that were repeated after a restart or a recovery, the last one counts.
     rank.steps = sorted({step.step: step for step in rank.steps}.values(), key=lambda step: step.step)
     rank.timelines = sorted({line.step: line for line in rank.timelines}.values(), key=lambda line: line.time)

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from lockstep.base.accelerator import check_count
+from lockstep.base.activity import plural
 from lockstep.comm.world import World
 from lockstep.data.order import BatchSplit, GlobalOrder, ShardOrder
 from lockstep.data.shards import HasShardOrder
@@ -223,8 +224,3 @@ def _check_number_of_shares(proportions: Sequence[float] | None, num_devices: in
             f"shares={shares} is for {plural(len(proportions), 'device')}, but this run has {num_devices}.\n"
             "Give one number for each device, or omit shares for equal shares."
         )
-
-
-def plural(number: int, noun: str) -> str:
-    """Return the number with its noun, which forms the plural with an s."""
-    return f"{number} {noun}{'s' * (number != 1)}"

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.base import activity
+from lockstep.base.activity import plural
 from lockstep.checkpoints.best import Monitor
 from lockstep.checkpoints.model_state import check_export
 from lockstep.comm.collectives import all_gather_object
@@ -30,7 +31,7 @@ from lockstep.telemetry.figures import EVALUATION, StragglerReporter
 from lockstep.telemetry.record import EventName, kind_of
 from lockstep.train.callbacks import Callbacks, EarlyStopping, RunView
 from lockstep.train.evaluate import Evaluation, Evaluator, Inference
-from lockstep.train.plan import Plan, devices_of, plural
+from lockstep.train.plan import Plan, devices_of
 from lockstep.train.profiling import AroundStep
 from lockstep.train.recording import RunRecord
 from lockstep.train.result import FitResult, Throughput
@@ -60,8 +61,10 @@ def describe_plan(task: Task, settings: FitSettings, plan: Plan, device: torch.d
     length = plural(plan.num_steps, "step")
     if order.steps_per_epoch is not None:
         epochs = plan.num_steps / order.steps_per_epoch
-        whole = f"{round(epochs, 1):g} epoch{'s' * (epochs != 1)}"
-        length += f" = {f'{epochs:.1%} of an epoch' if epochs < 1 else whole}"
+        if epochs < 1:
+            length += f" = {epochs:.1%} of an epoch"
+        else:
+            length += " = 1 epoch" if epochs == 1 else f" = {round(epochs, 1):g} epochs"
 
     batch_size = min(order.batch_size, order.num_samples or order.batch_size)
     batch = f"global batch {batch_size}"

@@ -20,7 +20,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from lockstep.base import activity
 from lockstep.base.accelerator import upload
-from lockstep.base.activity import format_bytes
+from lockstep.base.activity import format_bytes, plural
 from lockstep.base.torch_internals import TorchDispatchMode, local_scalar_dense, mark_stepped, version_of
 from lockstep.checkpoints.model_state import plain_name, read_tensors
 from lockstep.comm.collectives import Group, all_reduce, all_reduce_work
@@ -741,6 +741,6 @@ def explain_out_of_memory(error: BaseException, micro: MicroBatch, accumulate: i
     rss, total, free = map(format_bytes, (psutil.Process().memory_info().rss, host.total, host.available))
     memory = "; ".join([*device_memory(), f"{rss} of the host's {total}, of which {free} are free"])
     raise OutOfMemory(
-        f"Out of memory in step {micro.step + 1}, in a micro-batch of {size} sample{'s' * (size != 1)}: {cause}\n"
+        f"Out of memory in step {micro.step + 1}, in a micro-batch of {plural(size, 'sample')}: {cause}\n"
         f"This rank has {memory}.\n{advice}{': the training stays the same' * (size > 1)}."
     ) from error

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.base.activity import format_ranks
 from lockstep.comm.collectives import Group, all_gather
 from lockstep.errors import ConfigurationError, NonFiniteGradient
 from lockstep.parallel.ddp.bucket_events import Event
@@ -156,7 +157,7 @@ def refuse_nonfinite(buckets: BucketSet, is_here: bool, *, group: Group) -> NoRe
     first = next(name for name, gradient in named if not are_finite(gradient))
     everywhere = all_gather(torch.tensor([int(is_here)], device=buckets.device), group=group)
     ranks = [rank for rank, flag in enumerate(everywhere) if int(flag)]
-    ranks_text = f" on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else ""
+    ranks_text = f" on {format_ranks(ranks)}" if ranks else ""
     raise NonFiniteGradient(
         f"The gradient is not finite{ranks_text}: first that of parameter {first}.\n"
         "Look at the loss and the samples of this step there. To go on without the step, ask "

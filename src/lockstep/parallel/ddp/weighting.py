@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lockstep.base.accelerator import HostCopy, is_capturing, upload, widest_dtype
+from lockstep.base.activity import format_ranks
 from lockstep.base.containers import grouped
 from lockstep.base.torch_internals import version_of
 from lockstep.comm.collectives import Group, all_reduce
@@ -106,9 +107,9 @@ def refuse_other_data(sums: Sequence[float], name: str) -> None:
     # From rank 1 on, the sum of the differences between neighbours is the difference from rank 0.
     starts = len(sums) - 2 * world_size, len(sums) - world_size
     lower, upper = (accumulate(sums[start + 1 : start + world_size]) for start in starts)
-    ranks = [str(rank) for rank, distance in enumerate(zip(lower, upper, strict=True), 1) if any(distance)]
+    ranks = [rank for rank, distance in enumerate(zip(lower, upper, strict=True), 1) if any(distance)]
     raise ConfigurationError(
-        f"The ranks have read different data: in this step, rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} trained on "
+        f"The ranks have read different data: in this step, {format_ranks(ranks)} trained on "
         f"another global batch than rank 0{name and f'; here it was {name}'}.\n"
         "Every rank must read the same samples in the same order, and gets its part of them from prepare(). So a data "
         "set or sampler must not take a part by rank, shuffle with a generator that the ranks seed differently, or "
@@ -150,10 +151,10 @@ def some_have_new(sums: Sequence[float]) -> bool:
         ConfigurationError: Only some have; names them.
     """
     states = _decode_ranks(sums)
-    new = [str(rank) for rank, state in enumerate(states) if state & 8]
+    new = [rank for rank, state in enumerate(states) if state & 8]
     if new and any(0 < state < 8 for state in states):
         raise ConfigurationError(
-            f"Parameters that were frozen are trained now on rank{'s' * (len(new) > 1)} {', '.join(new)}, but not on "
+            f"Parameters that were frozen are trained now on {format_ranks(new)}, but not on "
             "the others.\nSet requires_grad alike on all ranks, before the same step: not by rank, nor by what one "
             "rank has measured."
         )
@@ -169,10 +170,10 @@ def refuse_missing(sums: Sequence[float]) -> None:
     Raises:
         ConfigurationError: Some ranks gave weights, and some omitted one; names the latter.
     """
-    missing = [str(rank) for rank, state in enumerate(_decode_ranks(sums)) if state & 1]
+    missing = [rank for rank, state in enumerate(_decode_ranks(sums)) if state & 1]
     if sums[1] and missing:
         raise ConfigurationError(
-            f"A weight is missing in this step: rank{'s' * (len(missing) > 1)} {', '.join(missing)} ran a backward "
+            f"A weight is missing in this step: {format_ranks(missing)} ran a backward "
             "without one, but other backwards of the step had theirs.\n"
             "Call model.mean_over(n) before each backward, or lockstep.backward(loss, mean_over=n), on all ranks or on "
             "none; n is 0 where a batch holds nothing that counts."
@@ -473,7 +474,7 @@ class Weights:
         self.parts: set[BatchPart] = set()
         self.digest = 0
         self.has_new = self._some_have_new = False
-        self.refuse_replicas: Callable[[], bool] = bool
+        self.refuse_replicas: Callable[[], bool] = lambda: False
         # On a device: the sums of messages, being copied to the host, and the batches of their steps.
         self._unread: deque[tuple[HostCopy, str]] = deque()
         self._num_plain = 0  # the sums that were read since the last with weights or missing gradients; equal on all

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from torch.optim import Optimizer
 
 from lockstep.base import torch_internals
+from lockstep.base.activity import plural
 from lockstep.base.containers import find_tensors, hook_tensors
 from lockstep.comm import collectives
 from lockstep.comm.collectives import Group, Join, Joinable, JoinHook, default_group, group_or_default
@@ -816,8 +817,8 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         """
         buffers: Buffers = "healed" if self.forward_sync_buffers else "own"
         replica = replica_of(self.module, optimizer, buffers=buffers, ignore=self.parameters_to_ignore)
-        times = f"{self._num_good_checks} check{'s' * (self._num_good_checks > 1)}"
-        since = f"{times} before found none." if self._num_good_checks else "This was the first check."
+        num_good = self._num_good_checks
+        since = f"{plural(num_good, 'check')} before found none." if num_good else "This was the first check."
         refuse_difference(replica, group=self.process_group, device=self.device, now="", since=since)
         self._num_good_checks += 1
 

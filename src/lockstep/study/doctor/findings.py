@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any, NamedTuple, Self, TypeVar
 
+from lockstep.base.activity import plural
 from lockstep.errors import ConfigurationError
-from lockstep.train.plan import plural
 
 
 class Severity(StrEnum):

@@ -20,12 +20,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import IterableDataset
 
 from lockstep.base import env
-from lockstep.base.activity import format_bytes, in_time, one_line
+from lockstep.base.activity import format_bytes, in_time, one_line, plural
 from lockstep.base.torch_internals import BatchNorm
 from lockstep.study.common import MIB, measure_busy_cores
 from lockstep.study.doctor.findings import NotChecked, Plan, Problem, Severity, check, cost, fix, listed, paste
 from lockstep.telemetry.resources import free_and_total_bytes
-from lockstep.train.plan import plural
 from lockstep.train.task import Task, build_model, load_task
 
 # The task, read with a time limit: the file is imported, and its model built without memory.

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, TypeVar
 
+from lockstep.base.activity import plural
 from lockstep.comm.world import World
 from lockstep.study.verify.fingerprint import EXACT, Kind, Tolerance, Trace, TraceComparison, compare
 from lockstep.study.verify.interventions import PRIVATE, Division, Experiment, Given, Off, Subject, Switch
 from lockstep.study.verify.reference_loop import StepWeights, explain, measure_weights, perform
 from lockstep.study.verify.verdict import FIXES_OF_TASK, Cause, Diagnosis, Row
-from lockstep.train.plan import plural
 
 OWN_PART = "Train with --reproducible {num}, which combines what all parts write, or all-reduce it yourself."
 OWN_GENERATOR = "Draw from the default generators of torch, Python and NumPy, and do not seed them in the task."

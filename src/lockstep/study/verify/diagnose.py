@@ -12,6 +12,7 @@ import cloudpickle
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from lockstep.base.activity import plural
 from lockstep.comm.world import World
 from lockstep.errors import ConfigurationError, LaunchTimeout, ModelMismatch, ReplicasDiffer
 from lockstep.study.common import Shown, Table, check_numbers, load, log, run_ranks, to_json
@@ -21,7 +22,7 @@ from lockstep.study.verify.fingerprint import EXACT, Tolerance, Trace, TraceComp
 from lockstep.study.verify.interventions import Division, Experiment, Given, Off, Subject
 from lockstep.study.verify.reference_loop import perform, perform_and_keep
 from lockstep.study.verify.verdict import FIXES_OF_TASK, Cause, Diagnosis, Setup, Verification
-from lockstep.train.plan import check_batch, plural
+from lockstep.train.plan import check_batch
 from lockstep.train.settings import Settings, StrategyName, check_engine
 from lockstep.train.task import Task
 

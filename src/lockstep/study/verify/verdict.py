@@ -7,9 +7,9 @@ from math import isfinite
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from lockstep.base.activity import plural
 from lockstep.study.common import Shown, Table, to_json
 from lockstep.study.verify.fingerprint import EXACT, Tolerance, TraceComparison
-from lockstep.train.plan import plural
 
 
 class Cause(StrEnum):

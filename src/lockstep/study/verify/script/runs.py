@@ -27,6 +27,7 @@ from typing import NoReturn
 import torch
 from click import UsageError
 
+from lockstep.base.activity import plural
 from lockstep.errors import ConfigurationError, JobHangs, LockstepError, RankFailed, Stopped
 from lockstep.launcher import fork_server
 from lockstep.launcher.api import threads_for
@@ -34,7 +35,6 @@ from lockstep.launcher.bootstrap import RANK_SETUP
 from lockstep.launcher.command import run
 from lockstep.study.verify.script import sandbox
 from lockstep.study.verify.script.trace import ScriptTrace
-from lockstep.train.plan import plural
 
 _RECORDER = "lockstep.study.verify.script.recorder"
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lockstep.base.activity import plural
 from lockstep.study.verify.fingerprint import (
     Difference,
     StepTrace,
@@ -19,7 +20,6 @@ from lockstep.study.verify.fingerprint import (
 )
 from lockstep.study.verify.script.trace import SHAPES, Pass, ScriptStep, ScriptTrace
 from lockstep.study.verify.verdict import FIXES_OF_SCRIPT, Cause, Diagnosis
-from lockstep.train.plan import plural
 
 _DIVIDE_ONCE = "Divide it once: batch_size=BATCH // world_size."
 _SAMPLER_ON_ONE = (
