@@ -29,18 +29,16 @@ from typing import Any, Self, final
 
 import torch
 from torch import Tensor, nn
-from torch.futures import Future
 from torch.optim import SGD, Optimizer
 
 from lockstep.base.accelerator import check_float64
 from lockstep.base.containers import grouped
 from lockstep.comm import collectives
-from lockstep.comm.collectives import Group, cpu_group, default_group, group_or_default, wait_for
+from lockstep.comm.collectives import Group, default_group, group_or_default, wait_for
 from lockstep.comm.fully_shard import is_sharded
-from lockstep.comm.hierarchy import HierarchicalProcessGroup
 from lockstep.comm.world import World
 from lockstep.errors import ConfigurationError, NonFiniteGradient
-from lockstep.parallel.compression import PowerSGD, compressed_all_reduce, make
+from lockstep.parallel.compression import CompressedSum, PowerSGD, make
 from lockstep.parallel.consistency import check_arguments_agree, check_models_agree
 from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 from lockstep.parallel.flat import cut_views, total
@@ -145,7 +143,7 @@ class Fragment:
             numel = sum(parameter.numel() for parameter in parameters)
             flat = collectives.empty_buffer(numel, dtype=dtype, device=device, group=group)
             self.flats.append(flat)
-            if compression is not None:
+            if compression is not None and group.size() > 1:  # a single rank does not round
                 shapes = [parameter.shape for parameter in parameters]
                 self.compressed.append(CompressedSum(flat, shapes, compression, group))
             views.update(zip(parameters, cut_views(flat, parameters), strict=True))
@@ -176,58 +174,6 @@ class Fragment:
                 local.copy_(outer)
             else:  # updates during an exchange are not lost: they are part of the next one
                 local.add_(outer - base[number])
-
-
-@final
-class CompressedSum:
-    """The sum of a flat tensor over the ranks, compressed between machines.
-
-    Ranks that share a machine first sum it in shared memory, and each sends a slice.
-
-    Collective: every rank creates it.
-
-    Args:
-        flat: The tensor to sum, of any floating dtype and on any device; encoded from float32 on the CPU.
-        shapes: The shapes of the tensors in it.
-        method: See `lockstep.parallel.compression.make`.
-        group: The ranks.
-
-    Attributes:
-        codec: Of this tensor.
-        residual: What this rank has not sent yet, if the codec keeps it. Part of the state.
-    """
-
-    def __init__(self, flat: Tensor, shapes: Sequence[torch.Size], method: str, group: Group) -> None:
-        self._flat, self.codec = flat, make(method)
-        whole = cpu_group(group)
-        self._hierarchy = whole if isinstance(whole, HierarchicalProcessGroup) and not self.codec.takes_whole else None
-        inside = self._hierarchy and self._hierarchy.inside
-        self._between = whole if self._hierarchy is None else self._hierarchy.between
-        count, place = (1, 0) if inside is None else (inside.size(), inside.rank())
-        size = -(-flat.numel() // count)
-        self._values = torch.zeros(count * size)
-        self._before, self._slice, self._behind = self._values.split([place * size, size, (count - place - 1) * size])
-        self._shapes = shapes if self.codec.takes_whole else ()
-        self.residual = torch.zeros(size) if self.codec.keeps_residual else None
-
-    def start(self) -> Callable[[str], object]:
-        """Start to sum; return a function that waits. Collective: every rank. Blocks for the ranks of this machine."""
-        self._values[: self._flat.numel()].copy_(self._flat)
-        if self._hierarchy is not None:
-            wait_for(self._hierarchy.all_reduce_inside(self._values), "all_reduce inside the machine")
-        self._slice *= self._between.size()  # the exchange computes the mean
-        future = compressed_all_reduce(
-            self._slice, group=self._between, codec=self.codec, residual=self.residual, shapes=self._shapes
-        )
-        return partial(self._wait, future)
-
-    def _wait(self, future: Future[Any], operation: str) -> None:
-        wait_for(future, operation)
-        if self._hierarchy is not None:  # each rank has the sum of its slice, and zeros elsewhere
-            self._before.zero_()
-            self._behind.zero_()
-            wait_for(self._hierarchy.all_reduce_inside(self._values), operation)
-        self._flat.copy_(self._values[: self._flat.numel()])
 
 
 @dataclass(frozen=True)
