@@ -194,7 +194,7 @@ def _byte_sizes(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_uint6
 
 def _reduce_scatter_arguments(
     inputs: Tensors, output: Tensor, op_code: int, location: BufferLocation, pieces: Pieces | None = None
-) -> tuple[Any, ...]:
+) -> Sequence[Any]:
     """Return those of C's ``lockstep_reduce_scatter`` after the group and before the phase."""
     counts = (ctypes.c_uint64 * len(inputs))(*map(Tensor.numel, inputs))
     dtype_code = c.DTYPE_CODES[output.dtype]
@@ -292,12 +292,10 @@ class ShmOps:
         if tensor.dtype not in c.DTYPE_CODES or not tensor.is_contiguous() or tensor.is_neg():
             return None
         op_code = c.reduction_code(c.operation_of(opts), tensor.dtype)
-        arguments = self._all_reduce_arguments(tensor, op_code, pieces=pieces)
+        arguments = self._all_reduce_arguments(tensor, op_code, pieces)
         return self.begin_at_once("all_reduce", self.comm.native.lockstep_all_reduce, arguments, (tensor, pieces), opts)
 
-    def _all_reduce_arguments(
-        self, data: Tensor, op_code: int, *, root: int = -1, pieces: Pieces | None
-    ) -> tuple[Any, ...]:
+    def _all_reduce_arguments(self, data: Tensor, op_code: int, pieces: Pieces | None, root: int = -1) -> Sequence[Any]:
         """Return those of C's ``lockstep_all_reduce`` after the group and before the phase."""
         dtype_code, location = c.DTYPE_CODES[data.dtype], self.buffers.find(data)
         return data.data_ptr(), data.numel(), dtype_code, op_code, root, *location, *_for_c(pieces)
@@ -341,7 +339,7 @@ class ShmOps:
             if len({tensor.untyped_storage().data_ptr() for tensor in staged}) < len(staged):
                 staged = [tensor.clone() for tensor in staged]
             for data, op_code in zip(map(c.as_numbers, staged), op_codes, strict=True):
-                arguments = self._all_reduce_arguments(data, op_code, root=root, pieces=pieces)
+                arguments = self._all_reduce_arguments(data, op_code, pieces, root)
                 call(self.comm.native.lockstep_all_reduce, *arguments, c.WHOLE)
             for data, tensor in zip(staged, tensors if root in (-1, self.rank) else (), strict=False):
                 copy_back(data, tensor)
