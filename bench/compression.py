@@ -40,7 +40,7 @@ from bench.predict import limit, machines
 from lockstep import DiLoCo, DistributedDataParallel, ZeroRedundancyOptimizer, init, launch
 from lockstep.comm.process import keep_freed_memory
 from lockstep.parallel import compression
-from lockstep.parallel.compression import Blocks, Cast, Codec, SliceCodec, compressed_all_reduce
+from lockstep.parallel.compression import Blocks, Cast, CompressedSum, SliceCodec
 from lockstep.study.common import Spread
 
 NUM_STEPS = 8
@@ -168,15 +168,13 @@ def exchange(num_rounds: int) -> dict[str, dict[str, float]]:
             sent_bytes.extend(each.nbytes for each in sent.values())
             return start(group, sent, *others)
 
-        def turn(codec: Codec, residual: Tensor) -> Callable[[], object]:
-            kept = residual if codec.keeps_residual else None
-            return lambda: compressed_all_reduce(
-                flat, group=world.group, codec=codec, residual=kept, shapes=shapes
-            ).wait()
+        def turn(method: str) -> Callable[[], object]:
+            compressed = CompressedSum(flat, shapes, method, world.group)
+            return lambda: compressed.start()("exchange")
 
         turns: dict[str, Callable[[], object]] = {"fp32": lambda: dist.all_reduce(flat)}
         for method in METHODS:
-            turns[method] = turn(compression.make(method), torch.zeros_like(flat))
+            turns[method] = turn(method)
         seconds: dict[str, list[float]] = {name: [] for name in turns}
         num_bytes = dict.fromkeys(turns, 2 * (world.world_size - 1) / world.world_size * flat.nbytes)
         with mock.patch.object(compression, "start_exchange", count):

@@ -18,7 +18,7 @@ from lockstep.checkpoints.checkpoint import Checkpoints
 from lockstep.comm import hierarchy
 from lockstep.errors import CollectiveError, ConfigurationError
 from lockstep.parallel import compression
-from lockstep.parallel.compression import compressed_all_reduce
+from lockstep.parallel.compression import CompressedSum
 from lockstep.train.settings import Settings
 from lockstep.train.trainer import Trainer
 from tests.models import FAMILIES, build, global_batch, share, soak
@@ -29,35 +29,32 @@ METHODS = ["int8", "int4", "powersgd:1", "powersgd:4"]
 SIZES = [1, 129, 1000, 4097]
 
 
-# --- the plain function ---
+# --- the sum of a flat tensor ---
 
 
-def flat_means(world, method, sizes, num_steps, on_shm=False):
-    """Return by size: the means of all steps, what this rank gave, and its residual at the end."""
+def flat_sums(world, method, sizes, num_steps, on_shm=False):
+    """Return by size: the sums of all steps, what this rank gave, and its residual at the end."""
     if on_shm:
         with shm_group() as group:
-            return _flat_means(group, world.rank, method, sizes, num_steps)
-    return _flat_means(world.group, world.rank, method, sizes, num_steps)
+            return _flat_sums(group, world.rank, method, sizes, num_steps)
+    return _flat_sums(world.group, world.rank, method, sizes, num_steps)
 
 
-def _flat_means(group, rank, method, sizes, num_steps):
+def _flat_sums(group, rank, method, sizes, num_steps):
     generator = torch.Generator().manual_seed(rank)
-    states = [(compression.make(method), torch.zeros(size)) for size in sizes]
-    means = [[] for _ in sizes]
+    flats = [torch.empty(size) for size in sizes]
+    shapes = [[torch.Size([size // 8, 8]), torch.Size([size % 8])] for size in sizes]
+    compressed = [CompressedSum(flat, each, method, group) for flat, each in zip(flats, shapes, strict=True)]
+    sums = [[] for _ in sizes]
     given = [torch.zeros(size, dtype=torch.float64) for size in sizes]
     for _ in range(num_steps):
-        flats = [torch.randn(size, generator=generator) + 0.3 for size in sizes]
         for total, flat in zip(given, flats, strict=True):
-            total += flat
-        futures = []
-        for flat, (codec, residual) in zip(flats, states, strict=True):
-            kept = residual if codec.keeps_residual else None
-            shapes = [torch.Size([len(flat) // 8, 8]), torch.Size([len(flat) % 8])]
-            futures.append(compressed_all_reduce(flat, group=group, codec=codec, residual=kept, shapes=shapes))
-        for future, flat, all_means in zip(futures, flats, means, strict=True):
-            future.wait()
-            all_means.append(flat)
-    return [torch.stack(each) for each in means], given, [residual for _, residual in states]
+            total += flat.copy_(torch.randn(len(flat), generator=generator) + 0.3)
+        waits = [each.start() for each in compressed]
+        for wait, flat, all_sums in zip(waits, flats, sums, strict=True):
+            wait("sum")
+            all_sums.append(flat.clone())
+    return [torch.stack(each) for each in sums], given, [each.residual for each in compressed]
 
 
 @pytest.mark.parametrize(
@@ -67,45 +64,42 @@ def _flat_means(group, rank, method, sizes, num_steps):
         ("int4", 3, False),
         ("powersgd:2", 3, False),
         ("int4", 2, True),
-        ("int8", 1, False),
-        ("powersgd:1", 1, False),
         *soak([("int8", 3, True), ("int8", 4, False), ("int4", 4, False), ("powersgd:2", 2, True)]),
     ],
 )
 def test_the_sum_over_the_steps_is_exact_but_for_the_residuals(ranks, method, num_ranks, on_shm):
     num_steps = 20
-    results = ranks(num_ranks)(flat_means, method, SIZES, num_steps, on_shm)
+    results = ranks(num_ranks)(flat_sums, method, SIZES, num_steps, on_shm)
     for place, size in enumerate(SIZES):
-        means = results[0][0][place]
+        sums = results[0][0][place]
         for others, _, _ in results:
-            assert torch.equal(others[place], means)
-        exact = sum(given[place] for _, given, _ in results) / num_ranks
+            assert torch.equal(others[place], sums)
+        exact = sum(given[place] for _, given, _ in results)
         left = sum(residuals[place].double() for _, _, residuals in results)
-        assert torch.allclose(means.double().sum(0) + left, exact, rtol=0, atol=1e-4)
-        if num_ranks > 1 and size > 1 and method.startswith("int"):
+        assert torch.allclose(sums.double().sum(0) + left, exact, rtol=0, atol=3e-4)
+        if size > 1 and method.startswith("int"):
             # What is left is the rounding of one step, not of twenty.
-            assert 0 < left.abs().max() < {"int8": 0.05, "int4": 0.8}[method]
+            assert 0 < left.abs().max() < num_ranks * {"int8": 0.05, "int4": 0.8}[method]
 
 
 @pytest.mark.parametrize(("method", "bound"), [("bf16", 2**-7), ("fp16", 2**-10)])
 def test_narrow_numbers_are_rounded_twice(ranks, method, bound):
-    first, second, third = ranks(3)(flat_means, method, SIZES, 1)
+    first, second, third = ranks(3)(flat_sums, method, SIZES, 1)
     for place in range(len(SIZES)):
         assert torch.equal(first[0][place], second[0][place])
         assert torch.equal(first[0][place], third[0][place])
-        exact = (first[1][place] + second[1][place] + third[1][place]) / 3
-        assert 0 < (first[0][place][0].double() - exact).abs().max() < bound * 4
+        exact = first[1][place] + second[1][place] + third[1][place]
+        assert 0 < (first[0][place][0].double() - exact).abs().max() < bound * 12
 
 
 def start_early(world):
     """Rank 1 comes late; how long did it take rank 0 to start, and to finish?"""
-    flat, residual = torch.ones(1000), torch.zeros(1000)
+    compressed = [CompressedSum(torch.ones(1000), [torch.Size([1000])], "int8", world.group) for _ in range(3)]
     time.sleep(0.4 * world.rank)
     began = time.monotonic()
-    codec = compression.make("int8")
-    futures = [compressed_all_reduce(flat, group=world.group, codec=codec, residual=residual) for _ in range(3)]
+    waits = [each.start() for each in compressed]
     started_s = time.monotonic() - began
-    futures[-1].wait()
+    waits[-1]("sum")
     return started_s, time.monotonic() - began
 
 
@@ -471,8 +465,8 @@ def test_a_rank_may_be_as_late_as_the_group_allows_by_now(ranks):
         group = dist.new_group(timeout=timedelta(seconds=1))
         group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=30))
         time.sleep(2.0 * world.rank)
-        flat, residual = torch.ones(1000), torch.zeros(1000)
-        compressed_all_reduce(flat, group=group, codec=compression.make("int8"), residual=residual).wait()
-        return (flat - 1).abs().max().item()
+        flat = torch.ones(1000)
+        CompressedSum(flat, [flat.shape], "int8", group).start()("sum")
+        return (flat - 2).abs().max().item()
 
     assert max(ranks(2)(body)) < 0.01

@@ -338,52 +338,6 @@ def test_tensors_are_packed_with_one_copy_for_each_dtype(on_sim):
         assert [len(set(call)) for call in calls] == [1, 1, 2, 1]  # of the tensor in channels_last
 
 
-# --- LocalSGD: what is not the model is on the host
-
-
-def offloaded(world, cpu_offload, how):
-    kind, options = how
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64).bfloat16()).to(world.device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    before = torch.sim.memory_allocated()
-    averaging = getattr(lockstep, kind)(model, optimizer, sync_every=2, cpu_offload=cpu_offload, **options)
-    added = torch.sim.memory_allocated() - before
-    with averaging:
-        for step in range(7):
-            optimizer.zero_grad()
-            generator = torch.Generator().manual_seed(10 * step + world.rank)
-            x = torch.randn(3, 64, generator=generator).to(world.device)
-            model[1](model[0](x).bfloat16()).float().square().mean().backward()
-            optimizer.step()
-            if step == 4:
-                averaging.load_state_dict(averaging.state_dict())
-        kept = torch.sim.memory_allocated() - before - sum(each.grad.nbytes for each in model.parameters())
-    outer = averaging.outer_state()
-    assert {each.device.type for each in outer.values()} == {"cpu" if cpu_offload else "sim"}
-    assert all(each.is_pinned() for each in outer.values()) is cpu_offload
-    return torch.cat([each.detach().float().flatten().cpu() for each in model.parameters()]), added, kept
-
-
-@pytest.mark.parametrize(
-    "how",
-    [
-        ("LocalSGD", {}),
-        ("DiLoCo", {"sync_delay": 1, "fragments": 2}),
-        ("DiLoCo", {"compression": "int8"}),
-    ],
-    ids=["plain", "delayed", "compressed"],
-)
-def test_offloaded_parameters_take_no_memory_of_the_device(on_sim, how):
-    (host, added, kept), (other, _, _) = on_sim(2)(offloaded, True, how)
-    (expected, usual, _), _ = on_sim(2)(offloaded, False, how)
-    assert torch.equal(host, other)
-    torch.testing.assert_close(host, expected, rtol=1e-5, atol=1e-6)
-    one_copy = 4 * 2 * 64 * 65
-    assert added == 0 and kept < one_copy / 2  # the last batch
-    assert usual >= 2 * one_copy
-
-
 # --- compression: its threads use the device of the rank, and the host waits only for what it sends
 
 

@@ -1,4 +1,4 @@
-"""The environment of this process: its rank, usable cores, and the folder of its sockets. Standard library only."""
+"""The environment of this process: its rank, cores, sockets and file systems. Imports the standard library only."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 from lockstep.errors import ConfigurationError
@@ -418,6 +419,23 @@ def check_socket_folder() -> None:
             f"sockets in it: {folder}\n"
             "Set a shorter one, such as TMPDIR=/tmp, or load in the rank itself (workers=0)."
         )
+
+
+def file_system_of(url: str) -> Any:
+    """Return the file system of fsspec for a URL such as ``s3://bucket/run``.
+
+    Raises:
+        ConfigurationError: It cannot be used, for example because the package for it is not installed.
+    """
+    try:
+        from fsspec.core import url_to_fs
+
+        return url_to_fs(url)[0]
+    except (ImportError, ValueError) as error:
+        raise ConfigurationError(
+            f"{url} is in an object store that cannot be used here: {error}.\n"
+            "Install its package on every machine, such as s3fs for s3:// or gcsfs for gs://."
+        ) from error
 
 
 def open_closed_streams() -> None:

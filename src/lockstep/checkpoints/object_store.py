@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from lockstep.base.env import file_system_of
 from lockstep.comm.hierarchy import machine_id
 from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.launcher.reaper import start_time
@@ -138,15 +139,7 @@ def place_of(path: str | os.PathLike[str] | Place) -> Place:
         return Path(rest)
     if not separator:
         return Path(text)
-    try:
-        from fsspec.core import url_to_fs
-
-        return ObjectPath(text.rstrip("/"), url_to_fs(text)[0])
-    except (ImportError, ValueError) as error:
-        raise ConfigurationError(
-            f"{text} is in an object store that cannot be used here: {error}.\n"
-            "Install its package on every machine, such as s3fs for s3:// or gcsfs for gs://."
-        ) from error
+    return ObjectPath(text.rstrip("/"), file_system_of(text))
 
 
 class Lease:

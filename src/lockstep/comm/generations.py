@@ -150,17 +150,17 @@ class Membership:
                 self._cut = generation.number
                 interrupt_groups()
 
-    def rejoin(self, limit_s: float = BARRIER_TIMEOUT_S) -> Generation:
+    def rejoin(self) -> Generation:
         """Leave the groups of this generation, and make those of the newest one with its other ranks.
 
-        Collective: every process of the newest generation. Blocks until all have come, at most ``limit_s``; and before,
-        as long as the launcher runs, until a process that waits for its place is in one.
+        Collective: every process of the newest generation. Blocks until all have come, at most `BARRIER_TIMEOUT_S`; and
+        before, as long as the launcher runs, until a process that waits for its place is in one.
 
         Raises:
             Replaced: This process is not among them.
             CollectiveError: They did not meet in time, or the job has ended.
         """
-        deadline = math.inf if JOINS in os.environ else time.monotonic() + limit_s
+        deadline = math.inf if JOINS in os.environ else time.monotonic() + BARRIER_TIMEOUT_S
         while True:
             # The others may build, evaluate or save for long. If the launcher is killed, the kernel kills this process.
             while (newest := self.await_newer(min(deadline - time.monotonic(), _REPORT_S))) is None:
@@ -176,7 +176,7 @@ class Membership:
                 self._cut = self.number = newest.number
                 interrupt_groups()
             self._announce(newest.number)
-            deadline = time.monotonic() + limit_s if is_member else math.inf
+            deadline = time.monotonic() + BARRIER_TIMEOUT_S if is_member else math.inf
             if is_member:
                 destroy_default_group(abort=True, at_exit=False, is_cut=True)
                 restart_group_names()

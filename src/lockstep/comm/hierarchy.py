@@ -31,7 +31,7 @@ from lockstep.base.containers import grouped
 from lockstep.base.torch_internals import backend_of, group_of, set_default_timeout, timeout_of
 from lockstep.comm.network import gloo_cause, wait_for_call
 from lockstep.comm.shm.arguments import NEW_NAMES, check
-from lockstep.comm.shm.communicator import NUMBERS, operation_of
+from lockstep.comm.shm.communicator import DTYPE_CODES, operation_of
 from lockstep.comm.shm.process_group import CpuProcessGroup, ShmProcessGroup, agree, join_shm, share_memory
 from lockstep.comm.shm.work import OpQueue, ShmWork
 from lockstep.errors import CollectiveError, LockstepError
@@ -245,7 +245,7 @@ def _can_stage(data: Sequence[Any], opts: Any) -> bool:
     op = operation_of(opts) if hasattr(opts, "reduceOp") or isinstance(opts, dist.ReduceOp) else dist.ReduceOp.SUM
     tensors = [tensor for arg in data for tensor in _as_list(arg)]
     return op in _STAGED_OPS and all(
-        tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous() and tensor.dtype in NUMBERS
+        tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous() and tensor.dtype in DTYPE_CODES
         for tensor in tensors
     )
 

@@ -6,13 +6,14 @@ import gc
 import os
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+
+from lockstep.comm.rendezvous import poll_until
 
 # --- Forks: a data loader process must not hang at its start
 
@@ -38,13 +39,12 @@ def make_forks_safe() -> None:
 
 def wait_for_sleep(limit_s: float = _LIMIT_S) -> bool:
     """Block until all other threads of this process sleep, for about ``limit_s`` at most; return whether they do."""
-    deadline = time.monotonic() + limit_s
     own_task = str(threading.get_native_id())
-    while any(_thread_state(task) != "S" for task in os.listdir(_TASKS) if task != own_task):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.001)  # also releases the interpreter lock, which some of them may wait for
-    return True
+
+    def all_sleep() -> bool:
+        return all(_thread_state(task) == "S" for task in os.listdir(_TASKS) if task != own_task)
+
+    return poll_until(all_sleep, limit_s, 0.001)  # its pauses release the interpreter lock, which others may wait for
 
 
 def _thread_state(task: str) -> str:

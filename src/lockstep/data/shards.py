@@ -34,6 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from lockstep.base.env import file_system_of
 from lockstep.data.order import ShardOrder, shard_sequence
 from lockstep.errors import ConfigurationError, DataError
 
@@ -521,15 +522,7 @@ def _fetching_ahead(_pid: int) -> threading.Semaphore:
 @lru_cache(maxsize=8)
 def _store_of(url: str, _pid: int) -> Any:
     """Return the file system of a URL; one for each process, because connections do not survive a fork."""
-    from fsspec.core import url_to_fs
-
-    try:
-        return url_to_fs(url)[0]
-    except (ImportError, ValueError) as error:
-        raise ConfigurationError(
-            f"{url} is in an object store that cannot be used here: {error}.\n"
-            "Install its package on every machine, such as s3fs for s3:// or gcsfs for gs://."
-        ) from error
+    return file_system_of(url)
 
 
 def _expand(urls: Sequence[str]) -> tuple[Any, list[str]]:

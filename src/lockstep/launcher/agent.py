@@ -25,7 +25,7 @@ from lockstep.comm.rendezvous import JOINS, poll_until
 from lockstep.comm.store import InterNodeStore
 from lockstep.errors import RESUME_EXIT_CODE
 from lockstep.launcher import failure_report
-from lockstep.launcher.fork_server import signal_handlers
+from lockstep.launcher.fork_server import END_SIGNALS, signal_handlers
 from lockstep.launcher.job import Job, stop_timeout_s
 from lockstep.launcher.node_rendezvous import RendezvousPerRestart, rendezvous_of, wait_for_host
 from lockstep.launcher.quorum import Lighthouse, Machines, has_begun, running_job
@@ -33,8 +33,7 @@ from lockstep.launcher.rank_processes import RankProcesses, only_logged
 from lockstep.launcher.reaper import kill_sessions
 from lockstep.launcher.replacement import RankReplacement, hide_device
 
-# Those that torch elastic handles; and its environment variable for those that it handles itself.
-_SIGNALS = {*rank_files.STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT}
+# torch elastic's environment variable for the signals that it handles itself.
 _LEFT_TO_ELASTIC = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 _POLL_S = 0.1
@@ -93,7 +92,7 @@ class Agent(LocalElasticAgent):
 
         While it waits for other machines in torch's C++ code, no handler in Python would run.
         """
-        return signal_handlers(_SIGNALS if self.job.is_command else (), signal.SIG_DFL)
+        return signal_handlers(END_SIGNALS if self.job.is_command else (), signal.SIG_DFL)
 
     def run(self, *args: Any) -> RunResult:
         """Run until all ranks have ended, as torch's ``launch_agent`` does."""

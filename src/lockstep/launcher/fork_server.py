@@ -44,8 +44,8 @@ from lockstep.launcher import bootstrap
 
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 MOST_BYTES = 1 << 20
-# Schedulers signal all processes of a job, terminals all of a group; the server ends with its launcher.
-_SIGNALS = (*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT)
+# That end a launcher, as torch elastic's. Schedulers send them to all processes of a job, terminals to all of a group.
+END_SIGNALS = (*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT)
 _POLL_S, _PAUSE_S, _EXIT_S = 0.01, 0.0005, 10.0
 # Variables that a new interpreter, the loader, or a library reads only once, when it is started or imported.
 _READ_ONCE = re.compile(
@@ -263,7 +263,7 @@ def _needs_interpreters(mode: str, target: str) -> bool:
 
 def serve(connection: socket.socket) -> list[str]:
     """Fork a process for each request until the launcher is gone; return in each child, with its arguments."""
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _SIGNALS}
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in END_SIGNALS}  # it ends with its launcher
     bootstrap.set_title("fork server")
     environ = dict(os.environ)
     os.closerange(3, connection.fileno())

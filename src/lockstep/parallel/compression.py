@@ -1,15 +1,10 @@
-"""Fewer bits between ranks: codecs, the compressed mean of a flat tensor, and its use for buckets of gradients.
-
-    codec = compression.make("int8")
-    residual = torch.zeros_like(flat)                                       # part of the state; float32, on the CPU
-    future = compressed_all_reduce(flat, group=group, codec=codec, residual=residual)
-    future.wait()                                                           # flat: the mean, the same bits everywhere
+"""Fewer bits between ranks: codecs, the compressed sum of a flat tensor, and the compressed mean of gradients.
 
 [Note: error feedback]
 A rank rounds the values that it sends. It keeps the rounding error, the *residual*, and adds it to the next values. So
 the sum of all received values differs from the exact sum only by the current residuals, however many steps there were.
-Residuals are in the units of the mean: their sum over the ranks is the part of the mean that was not sent yet. This sum
-does not change if residuals move between ranks, so a run on another number of ranks can divide them in any way.
+The sum of the residuals over the ranks is the part of the result that was not sent yet. This sum does not change if
+residuals move between ranks, so a run on another number of ranks can divide them in any way.
 
 [Note: the exchange]
 A flat tensor is cut into as many slices as there are ranks; each rank *owns* one.
@@ -21,6 +16,12 @@ A flat tensor is cut into as many slices as there are ranks; each rank *owns* on
 
 A rank sends 2 (n - 1) / n times the encoded bytes. Exact data, such as the tail of a bucket, goes to every rank in the
 messages of the first round, and each rank sums it.
+
+[Note: compression between machines only]
+In a hierarchy of groups the ranks of a machine sum a flat tensor in shared memory. Each rank then owns a part of it. It
+exchanges this part, compressed, with the ranks with the same local rank on the other machines, and has residuals of
+this part only. It sets the other parts to zero, and a second sum inside the machine assembles the tensor: adding zeros
+does not change a value.
 
 [Note: what is not finite]
 A block that contains NaN or infinity on any rank is NaN on all ranks after the exchange. Its residual restarts from
@@ -430,39 +431,76 @@ def _drive(queue: SimpleQueue[Any], following: SimpleQueue[Any] | None) -> None:
         following.put(None)
 
 
-def compressed_all_reduce(
-    flat: Tensor, *, group: Group, codec: Codec, residual: Tensor | None = None, shapes: Sequence[torch.Size] = ()
-) -> Future[Any]:
-    """Start to replace ``flat`` by its mean over the ranks of ``group``, compressed; return a future.
+# --- flat tensors -----------------------------------------------------------------------------------------------------
 
-    Collective: every rank, in the same order. Does not block; do not use ``flat`` and ``residual`` until
-    ``future.wait()`` has returned. All ranks then have the same bits.
+
+def _own_part(hierarchy: HierarchicalProcessGroup | None, members: Members, codec: Codec) -> tuple[slice, Members]:
+    """Return the elements of a flat tensor that this rank exchanges, and their members; None: all."""
+    place, num_places = (0, 1) if hierarchy is None else (hierarchy.inside.rank(), hierarchy.inside.size())
+    ends = list(itertools.accumulate((shape.numel() for _, shape in members), initial=0))
+    cuts = [ends[-1] * index // num_places for index in range(num_places + 1)]
+    if codec.takes_whole:
+        cuts = [next(end for end in ends if end >= cut) for cut in cuts]
+    part = slice(cuts[place], cuts[place + 1])
+    return part, [member for member, start in zip(members, ends, strict=False) if part.start <= start < part.stop]
+
+
+def _zero_other_parts(flat: Tensor, part: slice) -> None:
+    flat[: part.start].zero_()
+    flat[part.stop :].zero_()
+
+
+@final
+class CompressedSum:
+    """The sum of a flat tensor over two or more ranks, compressed between machines, with the same bits on all ranks.
+
+    Collective: every rank creates it.
 
     Args:
-        flat: One-dimensional, contiguous, float32, on the CPU; the same size on every rank.
-        group: The ranks that take part: on Gloo or shm.
-        codec: See `make`. One for each tensor that is exchanged repeatedly.
-        residual: Like ``flat``: zeros in the first call, then the values that the last call left there. Part of the
-            state. ``bf16`` and ``fp16`` need none and do not change it.
-        shapes: The shapes of the tensors in ``flat``, in order; PowerSGD sends them as matrices.
+        flat: The tensor to sum, of any floating dtype and on any device; encoded from float32 on the CPU.
+        shapes: The shapes of the tensors in it, in order; PowerSGD sends them as matrices.
+        method: See `make`.
+        group: The ranks.
 
-    Raises:
-        CollectiveError: From ``wait()``: a rank ended, or did not take part in time.
+    Attributes:
+        codec: Of this tensor.
+        residual: What this rank has not sent yet, if the codec keeps it. Part of the state.
     """
-    feedback = residual if codec.keeps_residual else None
-    assert flat.is_contiguous() and (feedback is not None) is codec.keeps_residual  # C code reads the memory
-    members = list(enumerate(shapes or [flat.shape]))
 
-    def exchange(peers: _Peers) -> Exchange:
-        share = 1 / peers.size
-        values = flat.mul_(share) if feedback is None else feedback.add_(flat, alpha=share)
-        if peers.size > 1:
-            yield from codec.sum(peers, values, flat, _NOTHING.clone(), members)
-        elif feedback is not None:  # a single rank does not round
-            flat.copy_(feedback)
-            feedback.zero_()
+    def __init__(self, flat: Tensor, shapes: Sequence[torch.Size], method: str, group: Group) -> None:
+        self._flat, self.codec = flat, make(method)
+        whole = cpu_group(group)
+        # All ranks must have all of PowerSGD's bases, so it sends between all of them.
+        self._hierarchy = whole if isinstance(whole, HierarchicalProcessGroup) and not self.codec.takes_whole else None
+        self._between = whole if self._hierarchy is None else self._hierarchy.between
+        self._part, self._members = _own_part(self._hierarchy, list(enumerate(shapes)), self.codec)
+        self._values = torch.zeros(flat.numel(), device="cpu")
+        self._own_values = self._values[self._part]
+        self.residual = torch.zeros_like(self._own_values) if self.codec.keeps_residual else None
 
-    return _Pipeline.start(group, exchange, flat.device)
+    def start(self) -> Callable[[str], object]:
+        """Start to sum; return a function that waits. Collective: every rank. Blocks for the ranks of this machine.
+
+        Do not use the tensor and ``residual`` until it has returned.
+
+        Raises:
+            CollectiveError: From the function: a rank ended, or did not take part in time.
+        """
+        self._values.copy_(self._flat)
+        if self._hierarchy is not None:
+            wait_for(self._hierarchy.all_reduce_inside(self._values), "all_reduce inside the machine")
+        return partial(self._wait, _Pipeline.start(self._between, self._sum, self._values.device))
+
+    def _sum(self, peers: _Peers) -> Exchange:
+        values = self._own_values if self.residual is None else self.residual.add_(self._own_values)
+        yield from self.codec.sum(peers, values, self._own_values, _NOTHING.clone(), self._members)
+
+    def _wait(self, future: Future[Any], operation: str) -> None:
+        wait_for(future, operation)
+        if self._hierarchy is not None:
+            _zero_other_parts(self._values, self._part)
+            wait_for(self._hierarchy.all_reduce_inside(self._values), operation)
+        self._flat.copy_(self._values)
 
 
 # --- buckets of gradients ---------------------------------------------------------------------------------------------
@@ -494,12 +532,8 @@ class CompressedMean(BucketReduction):
     parameter that received no gradient on this rank keeps its residual for later. If no rank used the parameter, its
     gradient does not change, so the values that were sent had no effect, and its residual is restored.
 
-    [Note: compression between machines only]
-    In a hierarchy of groups the ranks of a machine sum their gradients in shared memory. Each rank then owns a part of
-    the bucket. It exchanges this part, compressed, with the ranks with the same local rank on the other machines, and
-    has residuals of this part only. It sets the other parts to zero, and a second sum inside the machine assembles the
-    bucket: adding zeros does not change a value. After buckets were rebuilt or a state was loaded, residuals may lie in
-    another rank's part; they are summed inside the machine in the next step.
+    Between machines, see [Note: compression between machines only], residuals may lie in another rank's part after
+    buckets were rebuilt or a state was loaded; they are summed inside the machine in the next step.
 
     [Note: compression of GPU gradients]
     They are copied to the host, encoded and sent over Gloo, and the mean is copied back. On a network where compression
@@ -515,8 +549,6 @@ class CompressedMean(BucketReduction):
     def __init__(self, bucket_set: BucketSet, group: Group, codec: Codec) -> None:
         self._bucket_set, self._group, self._codec = bucket_set, group, codec
         self._hierarchy = group if isinstance(group, HierarchicalProcessGroup) else None
-        inside = self._hierarchy and self._hierarchy.inside
-        self._place, self._num_places = (0, 1) if inside is None else (inside.rank(), inside.size())
         self._messages = self._hierarchy and self._hierarchy.between  # the group that sends; None: found later
         self.finishes_alone = self._hierarchy is None
         self._stream: torch.Stream | None = None  # of copies to the host
@@ -568,7 +600,7 @@ class CompressedMean(BucketReduction):
         members = [(index, param.shape) for index, param in zip(bucket.spec.parameters, bucket.parameters, strict=True)]
         sizes = [shape.numel() for _, shape in members]
         gradients, tail = payload[: sum(sizes)], payload[bucket.tail_start :]
-        part, own_members = self._part(members)
+        part, own_members = _own_part(self._hierarchy, members, self._codec)
         result = gradients[part].float()  # no copy if it is float32 already
         values, held_back = result, []
         if self._codec.keeps_residual:
@@ -588,17 +620,7 @@ class CompressedMean(BucketReduction):
                 view.copy_(before)
         if result.data_ptr() != gradients[part].data_ptr():
             gradients[part] = result
-        gradients[: part.start].zero_()
-        gradients[part.stop :].zero_()
-
-    def _part(self, members: Members) -> tuple[slice, Members]:
-        """Return the elements of a bucket that this rank exchanges, and their members."""
-        ends = list(itertools.accumulate((shape.numel() for _, shape in members), initial=0))
-        cuts = [ends[-1] * place // self._num_places for place in range(self._num_places + 1)]
-        if self._codec.takes_whole:
-            cuts = [next(end for end in ends if end >= cut) for cut in cuts]
-        part = slice(cuts[self._place], cuts[self._place + 1])
-        return part, [member for member, start in zip(members, ends, strict=False) if part.start <= start < part.stop]
+        _zero_other_parts(gradients, part)
 
     # --- residuals between steps --------------------------------------------------------------------------------------
 
@@ -610,9 +632,7 @@ class CompressedMean(BucketReduction):
         """After the residuals of this machine's ranks were summed, keep only those of this rank's part."""
         if bucket.spec.parameters not in self._settled:
             self._settled.add(bucket.spec.parameters)
-            residual = self._residual(bucket)
-            residual[: part.start].zero_()
-            residual[part.stop :].zero_()
+            _zero_other_parts(self._residual(bucket), part)
 
     def _residual(self, bucket: Bucket) -> Tensor:
         """Return the residuals of a bucket, including those of its parameters in buckets of an earlier plan."""

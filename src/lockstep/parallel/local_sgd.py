@@ -29,18 +29,16 @@ from typing import Any, Self, final
 
 import torch
 from torch import Tensor, nn
-from torch.futures import Future
 from torch.optim import SGD, Optimizer
 
-from lockstep.base.accelerator import check_float64, synchronize
+from lockstep.base.accelerator import check_float64
 from lockstep.base.containers import grouped
 from lockstep.comm import collectives
-from lockstep.comm.collectives import Group, cpu_group, default_group, group_or_default, wait_for
+from lockstep.comm.collectives import Group, default_group, group_or_default, wait_for
 from lockstep.comm.fully_shard import is_sharded
-from lockstep.comm.hierarchy import HierarchicalProcessGroup
 from lockstep.comm.world import World
 from lockstep.errors import ConfigurationError, NonFiniteGradient
-from lockstep.parallel.compression import PowerSGD, compressed_all_reduce, make
+from lockstep.parallel.compression import CompressedSum, PowerSGD, make
 from lockstep.parallel.consistency import check_arguments_agree, check_models_agree
 from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 from lockstep.parallel.flat import cut_views, total
@@ -138,32 +136,23 @@ class Fragment:
         self, trained: Mapping[str, nn.Parameter], outer: Sequence[nn.Parameter], group: Group, compression: str | None
     ) -> None:
         self.names, self.local, self.outer, self._group = list(trained), list(trained.values()), outer, group
-        self._is_offloaded = outer[0].device != self.local[0].device
         self.compressed: list[CompressedSum] = []
         self.flats: list[Tensor] = []
         views: dict[nn.Parameter, Tensor] = {}
         for (dtype, device), parameters in grouped(outer, attrgetter("dtype", "device")).items():
             numel = sum(parameter.numel() for parameter in parameters)
             flat = collectives.empty_buffer(numel, dtype=dtype, device=device, group=group)
-            flat = flat.pin_memory() if self._is_offloaded else flat
             self.flats.append(flat)
-            if compression is not None:
+            if compression is not None and group.size() > 1:  # a single rank does not round
                 shapes = [parameter.shape for parameter in parameters]
                 self.compressed.append(CompressedSum(flat, shapes, compression, group))
             views.update(zip(parameters, cut_views(flat, parameters), strict=True))
         self.gradients = [views[parameter] for parameter in outer]
 
     def gather(self) -> None:
-        """Write outer - local to the tensors to reduce. Blocks until the device is done, if they are on the host."""
-        sources: list[Any] = list(self.local)
-        if self._is_offloaded:
-            for gradient, local in zip(self.gradients, sources, strict=True):
-                gradient.copy_(local, non_blocking=True)
-            for device in {local.device for local in self.local}:
-                synchronize(device)
-            sources = self.gradients
-        for gradient, outer, source in zip(self.gradients, self.outer, sources, strict=True):
-            torch.sub(outer, source, out=gradient)
+        """Write outer - local to the tensors to reduce."""
+        for gradient, outer, local in zip(self.gradients, self.outer, self.local, strict=True):
+            torch.sub(outer, local, out=gradient)
 
     def start_sum(self, share: float) -> list[Callable[[str], object]]:
         """Start to sum the outer gradients times ``share`` over the ranks; return functions that wait. Collective."""
@@ -174,70 +163,17 @@ class Fragment:
         return [partial(wait_for, collectives.all_reduce_work(flat, group=self._group)) for flat in self.flats]
 
     def copy_local(self) -> list[Tensor]:
-        """Return a copy of the local parameters, with the dtypes and devices of the outer ones."""
+        """Return a copy of the local parameters, with the dtypes of the outer ones."""
         pairs = zip(self.local, self.outer, strict=True)
-        return [local.detach().to(outer.device, outer.dtype, copy=True) for local, outer in pairs]
+        return [local.detach().to(outer.dtype, copy=True) for local, outer in pairs]
 
     def merge(self, base: Sequence[Tensor] | None) -> None:
         """Set the model to the outer parameters, plus its updates since it held ``base``; None: without updates."""
         for number, (local, outer) in enumerate(zip(self.local, self.outer, strict=True)):
-            # From the host without waiting: the outer parameters change only after the next `gather`, which waits.
             if base is None:
-                local.copy_(outer, non_blocking=True)
+                local.copy_(outer)
             else:  # updates during an exchange are not lost: they are part of the next one
-                local.add_((outer - base[number]).to(local.device))
-
-
-@final
-class CompressedSum:
-    """The sum of a flat tensor over the ranks, compressed between machines.
-
-    Ranks that share a machine first sum it in shared memory, and each sends a slice.
-
-    Collective: every rank creates it.
-
-    Args:
-        flat: The tensor to sum, of any floating dtype and on any device; encoded from float32 on the CPU.
-        shapes: The shapes of the tensors in it.
-        method: See `lockstep.parallel.compression.make`.
-        group: The ranks.
-
-    Attributes:
-        codec: Of this tensor.
-        residual: What this rank has not sent yet, if the codec keeps it. Part of the state.
-    """
-
-    def __init__(self, flat: Tensor, shapes: Sequence[torch.Size], method: str, group: Group) -> None:
-        self._flat, self.codec = flat, make(method)
-        whole = cpu_group(group)
-        self._hierarchy = whole if isinstance(whole, HierarchicalProcessGroup) and not self.codec.takes_whole else None
-        inside = self._hierarchy and self._hierarchy.inside
-        self._between = whole if self._hierarchy is None else self._hierarchy.between
-        count, place = (1, 0) if inside is None else (inside.size(), inside.rank())
-        size = -(-flat.numel() // count)
-        self._values = torch.zeros(count * size)
-        self._before, self._slice, self._behind = self._values.split([place * size, size, (count - place - 1) * size])
-        self._shapes = shapes if self.codec.takes_whole else ()
-        self.residual = torch.zeros(size) if self.codec.keeps_residual else None
-
-    def start(self) -> Callable[[str], object]:
-        """Start to sum; return a function that waits. Collective: every rank. Blocks for the ranks of this machine."""
-        self._values[: self._flat.numel()].copy_(self._flat)
-        if self._hierarchy is not None:
-            wait_for(self._hierarchy.all_reduce_inside(self._values), "all_reduce inside the machine")
-        self._slice *= self._between.size()  # the exchange computes the mean
-        future = compressed_all_reduce(
-            self._slice, group=self._between, codec=self.codec, residual=self.residual, shapes=self._shapes
-        )
-        return partial(self._wait, future)
-
-    def _wait(self, future: Future[Any], operation: str) -> None:
-        wait_for(future, operation)
-        if self._hierarchy is not None:  # each rank has the sum of its slice, and zeros elsewhere
-            self._before.zero_()
-            self._behind.zero_()
-            wait_for(self._hierarchy.all_reduce_inside(self._values), operation)
-        self._flat.copy_(self._values[: self._flat.numel()])
+                local.add_(outer - base[number])
 
 
 @dataclass(frozen=True)
@@ -306,8 +242,6 @@ class LocalSGD:
         process_group: The ranks that take part. Default: all.
         sync_patience: With `lockstep.Recovery`, seconds that ranks wait in an exchange for a slower one; then they go
             on without it, and it begins anew at a later exchange. None: as long as it lives.
-        cpu_offload: Whether everything but the model is in pinned memory of the host, which saves the device three
-            copies of the parameters. The exchange then uses Gloo, and the outer optimizer the CPU.
 
     Attributes:
         schedule: Which fragments are exchanged after which steps.
@@ -332,7 +266,6 @@ class LocalSGD:
         compression: str | None = None,
         process_group: Group | None = None,
         sync_patience: float | None = None,
-        cpu_offload: bool = False,
     ) -> None:
         self._model, self.schedule = model, ExchangeSchedule(sync_every, fragments, sync_delay)
         self._group = group_or_default(process_group)
@@ -342,7 +275,7 @@ class LocalSGD:
         problem = _find_problem(model, optimizer, self.schedule, compression, self._group)
         if sync_patience is not None and not sync_patience > 0:
             problem = problem or f"sync_patience={sync_patience!r} is not allowed.\nGive a number of seconds above 0."
-        arguments = f"{self.schedule}, compression={compression}" + ", cpu_offload" * cpu_offload
+        arguments = f"{self.schedule}, compression={compression}"
         if isinstance(outer := self._create_outer, OuterSGD):
             problem, arguments = problem or outer.problem, f"{arguments}, {outer}"
         check_arguments_agree(arguments, problem, group=self._group, device=self._device)
@@ -353,8 +286,7 @@ class LocalSGD:
 
         self._trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         self._names = [name for name, _ in self._trained]
-        self._is_offloaded = to_host = cpu_offload and self._device.type != "cpu"
-        self._outer = [nn.Parameter(_outer_copy(parameter.detach(), to_host=to_host)) for _, parameter in self._trained]
+        self._outer = [nn.Parameter(_outer_copy(parameter.detach())) for _, parameter in self._trained]
         self._connect()
         self.outer_optimizer = self._create_outer(self._outer)
         buffers = model.named_buffers()
@@ -378,11 +310,10 @@ class LocalSGD:
 
     def _connect(self) -> None:
         """Create everything that belongs to the group. Collective: every rank."""
-        group = cpu_group(self._group) if self._is_offloaded else self._group
         numels = [parameter.numel() for _, parameter in self._trained]
         parts = [slice(part.start, part.stop) for part in cut_fragments(numels, self.schedule.fragments)]
         members = [(dict(self._trained[part]), self._outer[part]) for part in parts]
-        self._fragments = [Fragment(*pair, group, self._compression) for pair in members]
+        self._fragments = [Fragment(*pair, self._group, self._compression) for pair in members]
         self._sums = [compressed for fragment in self._fragments for compressed in fragment.compressed]
 
     # --- steps ---
@@ -600,7 +531,6 @@ class LocalSGD:
         exchanged = state["outer"]
         if missing := [name for name in (*self._names, *self._buffers) if name not in exchanged]:
             raise ValueError(f"the exchanged parameters lack {missing[0]}")
-        synchronize(self._device)  # see `Fragment.merge`
         for name, outer in zip(self._names, self._outer, strict=True):
             outer.copy_(exchanged[name])
         self._buffers = {name: buffer.copy_(exchanged[name]) for name, buffer in self._buffers.items()}
@@ -676,10 +606,10 @@ class LocalSGD:
             self.sync()
 
 
-def _outer_copy(tensor: Tensor, *, to_host: bool) -> Tensor:
+def _outer_copy(tensor: Tensor) -> Tensor:
     """Return a copy in a wide dtype: sums of small differences would be lost in half precision."""
     dtype = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
-    return tensor.to("cpu", dtype).pin_memory() if to_host else tensor.to(dtype, copy=True)
+    return tensor.to(dtype, copy=True)
 
 
 def _find_problem(
@@ -748,8 +678,8 @@ class DiLoCo(LocalSGD):
     Gradient Averaging (Zhu et al. 2021).
 
     Args:
-        model, optimizer, sync_every, fragments, sync_delay, compression, process_group: As for `LocalSGD`.
-        sync_patience, cpu_offload: As for `LocalSGD`.
+        model, optimizer, sync_every: As for `LocalSGD`.
+        fragments, sync_delay, compression, process_group, sync_patience: As for `LocalSGD`.
         outer_lr: Learning rate of the outer optimizer.
         outer_momentum: Its Nesterov momentum.
         outer_optimizer: Creates another optimizer of the outer parameters; both arguments above are then ignored.
@@ -773,9 +703,8 @@ class DiLoCo(LocalSGD):
         compression: str | None = None,
         process_group: Group | None = None,
         sync_patience: float | None = None,
-        cpu_offload: bool = False,
     ) -> None:
         self._create_outer = outer_optimizer or OuterSGD(outer_lr, outer_momentum)
-        extra: dict[str, Any] = {"compression": compression, "process_group": process_group, "cpu_offload": cpu_offload}
+        extra: dict[str, Any] = {"compression": compression, "process_group": process_group}
         extra["sync_patience"] = sync_patience
         super().__init__(model, optimizer, sync_every, fragments=fragments, sync_delay=sync_delay, **extra)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -136,6 +136,13 @@ _GPU_SLOWED = 0x4 | 0x8 | 0x20 | 0x40 | 0x80
 _TELLING_BYTES = 256 * 1024
 
 
+class _Counter(NamedTuple):
+    """A counter of energy: the joules that it shows, and the limit at which it starts again at 0."""
+
+    joules: float
+    limit: float
+
+
 class UsageMeter:
     """Measures for how long devices are held, and the energy that they take.
 
@@ -157,17 +164,20 @@ class UsageMeter:
 
         Call it more often than a counter of RAPL starts again at 0, which takes minutes at least.
         """
-        read_at, before = self._read_at, self._counters
+        read_at_before, before = self._read_at, self._counters
         self._read_at, self._counters = time.perf_counter(), self._read_counters()
-        joules = math.nan
-        if before and before.keys() == self._counters.keys():
-            job, joules = RankEnv.from_environ(os.environ).master_port or os.getpid(), 0.0
-            for name, (now, limit) in self._counters.items():
-                joules += (now - before[name][0]) % limit * _is_first(f"{job}-{name}", os.getpid())
-        return Usage(self._num_devices * (self._read_at - read_at), joules)
+        device_s = self._num_devices * (self._read_at - read_at_before)
+        if not before or before.keys() != self._counters.keys():
+            return Usage(device_s, math.nan)  # a counter could not be read
+        # The ranks of a job have the same port, and no other job on this machine has it. Without one, this is the job.
+        job = RankEnv.from_environ(os.environ).master_port or os.getpid()
+        counted_here = [name for name in before if _is_first(f"{job}-{name}", os.getpid())]
+        # Modulo the limit: a counter that has passed it meanwhile shows less than before.
+        used = [(self._counters[name].joules - before[name].joules) % before[name].limit for name in counted_here]
+        return Usage(device_s, sum(used))
 
-    def _read_counters(self) -> dict[str, tuple[float, float]]:
-        """Return by counter joules, and the value at which it starts again at 0; empty if one cannot be read."""
+    def _read_counters(self) -> dict[str, _Counter]:
+        """Return the counters by name; none if one cannot be read."""
         with contextlib.suppress(Exception):
             return _nvml_counters(self._gpus) if self._gpus else _rapl_counters()
         return {}
@@ -186,9 +196,10 @@ def _is_first(name: str, pid: int) -> bool:
     return True
 
 
-def _nvml_counters(gpus: Sequence[torch.device]) -> dict[str, tuple[float, float]]:
+def _nvml_counters(gpus: Sequence[torch.device]) -> dict[str, _Counter]:
     nvml, handles = _nvml_handles(gpus)
-    return {name: (nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3, 2.0**64) for name, handle in handles.items()}
+    read_mj = nvml.nvmlDeviceGetTotalEnergyConsumption
+    return {name: _Counter(read_mj(handle) / 1e3, 2.0**64) for name, handle in handles.items()}
 
 
 def _nvml_handles(gpus: Sequence[torch.device]) -> tuple[Any, dict[str, Any]]:
@@ -199,13 +210,13 @@ def _nvml_handles(gpus: Sequence[torch.device]) -> tuple[Any, dict[str, Any]]:
     return nvml, {name: nvml.nvmlDeviceGetHandleByUUID(name) for name in names}
 
 
-def _rapl_counters() -> dict[str, tuple[float, float]]:
+def _rapl_counters() -> dict[str, _Counter]:
     counters = {}
     for zone in POWERCAP.glob("intel-rapl:*"):  # the name on AMD, too
         # Other zones are parts of a package, or hold all packages: they would count twice.
         if (zone / "name").read_text(errors="replace").startswith(("package", "dram")):
             energy_uj, limit_uj = (int((zone / name).read_bytes()) for name in ("energy_uj", "max_energy_range_uj"))
-            counters[zone.name] = (energy_uj / 1e6, limit_uj / 1e6)
+            counters[zone.name] = _Counter(energy_uj / 1e6, limit_uj / 1e6)
     return counters
 
 

@@ -91,23 +91,24 @@ def block_codec() -> tuple[Any, Any]:
     return loaded.lockstep_encode, loaded.lockstep_decode
 
 
-# The numbers that the C library uses for operations, reductions and dtypes.
+# The codes that the C library uses for kinds of calls, reductions and dtypes.
 
-# The operations. The C library knows the first two and moves bytes for the others.
+# The kinds of calls. The C library knows the first two and moves bytes for the others.
 Kind = IntEnum("Kind", "ALL_REDUCE REDUCE_SCATTER BROADCAST ALL_GATHER GATHER SCATTER ALL_TO_ALL BARRIER EMPTY_SHARED")
 
+# By code.
 REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 _NAMES = "float32 float64 float16 bfloat16 int8 uint8 int16 int32 int64 uint16 uint32 uint64"
 DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _NAMES.split())
-# The dtypes that the C library computes with, by its own numbers.
-NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
+# Of the dtypes that the C library computes with.
+DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 _OTHERS = {value for value in vars(torch).values() if isinstance(value, torch.dtype)} - set(DTYPES)
 _ALL_DTYPES = (*DTYPES, *sorted(_OTHERS, key=str))
-# All dtypes that can be moved.
-NUMBERS_OF_ALL = {dtype: number for number, dtype in enumerate(_ALL_DTYPES)}
+# Of all dtypes, which it can move.
+ALL_DTYPE_CODES = {dtype: code for code, dtype in enumerate(_ALL_DTYPES)}
 
-# The kind of an exchange has the dtype's number, plus one, in its upper bits. The library moves bytes of any dtype, but
+# The kind of an exchange has the dtype's code, plus one, in its upper bits. The library moves bytes of any dtype, but
 # it compares the kinds of all ranks, so a tensor never arrives with another dtype.
 EXCHANGED_DTYPE = 2**8
 
@@ -125,9 +126,9 @@ _HINTS = {
 
 def describe(call: CallRecord) -> str:
     """Return the text for a call, such as ``all_reduce(sum) of 10 float32``."""
-    number, kind = divmod(call.kind, EXCHANGED_DTYPE)
-    name, number = Kind(kind).name.lower(), number - 1 if number else call.dtype
-    dtype = str(_ALL_DTYPES[number]).removeprefix("torch.")
+    moved_dtype, kind = divmod(call.kind, EXCHANGED_DTYPE)
+    name, dtype_code = Kind(kind).name.lower(), moved_dtype - 1 if moved_dtype else call.dtype
+    dtype = str(_ALL_DTYPES[dtype_code]).removeprefix("torch.")
     if kind == Kind.ALL_REDUCE:
         to = f" to rank {call.root} of the group" if call.root >= 0 else ""
         return f"{name}({REDUCTIONS[call.op]}) of {call.extent} {dtype}{to}"
@@ -138,8 +139,8 @@ def describe(call: CallRecord) -> str:
 
 
 @cache
-def reduction_of(op: Any, dtype: torch.dtype) -> int:
-    """Return the number of an operation, see `operation_of`, for tensors of ``dtype``.
+def reduction_code(op: Any, dtype: torch.dtype) -> int:
+    """Return the code of an operation, see `operation_of`, for tensors of ``dtype``.
 
     Raises:
         ConfigurationError: The dtype does not allow it, or the backend does not support it.
@@ -149,7 +150,7 @@ def reduction_of(op: Any, dtype: torch.dtype) -> int:
         operations = _LOGICAL
     elif dtype.is_complex:
         operations = {operation: operation for operation in ("sum", "avg")}
-    elif dtype not in NUMBERS:
+    elif dtype not in DTYPE_CODES:
         raise ConfigurationError(
             f"The backend shm cannot reduce {dtype} tensors, only move them.\nConvert them before the call."
         )

@@ -192,7 +192,16 @@ def _byte_sizes(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_uint6
     return (ctypes.c_uint64 * len(tensors))(*(0 if tensor is None else tensor.nbytes for tensor in tensors))
 
 
-# How c10d combines several tensors of one rank, in the order of `REDUCTIONS`.
+def _reduce_scatter_arguments(
+    inputs: Tensors, output: Tensor, op_code: int, location: BufferLocation, pieces: Pieces | None = None
+) -> Sequence[Any]:
+    """Return those of C's ``lockstep_reduce_scatter`` after the group and before the phase."""
+    counts = (ctypes.c_uint64 * len(inputs))(*map(Tensor.numel, inputs))
+    dtype_code = c.DTYPE_CODES[output.dtype]
+    return _pointers(inputs), counts, output.data_ptr(), dtype_code, op_code, *location, *_for_c(pieces)
+
+
+# How c10d combines several tensors of one rank, by the code of the reduction.
 _LOCAL_REDUCTIONS = ("add", "add", "mul", "minimum", "maximum", "bitwise_and", "bitwise_or", "bitwise_xor")
 
 
@@ -280,12 +289,16 @@ class ShmOps:
 
         Does the same as `allreduce` with less Python code, which takes most of the time for few bytes.
         """
-        dtype = c.NUMBERS.get(tensor.dtype)
-        if dtype is None or not tensor.is_contiguous() or tensor.is_neg():
+        if tensor.dtype not in c.DTYPE_CODES or not tensor.is_contiguous() or tensor.is_neg():
             return None
-        number = c.reduction_of(c.operation_of(opts), tensor.dtype)
-        arguments = (tensor.data_ptr(), tensor.numel(), dtype, number, -1, *self.buffers.find(tensor), *_for_c(pieces))
+        op_code = c.reduction_code(c.operation_of(opts), tensor.dtype)
+        arguments = self._all_reduce_arguments(tensor, op_code, pieces)
         return self.begin_at_once("all_reduce", self.comm.native.lockstep_all_reduce, arguments, (tensor, pieces), opts)
+
+    def _all_reduce_arguments(self, data: Tensor, op_code: int, pieces: Pieces | None, root: int = -1) -> Sequence[Any]:
+        """Return those of C's ``lockstep_all_reduce`` after the group and before the phase."""
+        dtype_code, location = c.DTYPE_CODES[data.dtype], self.buffers.find(data)
+        return data.data_ptr(), data.numel(), dtype_code, op_code, root, *location, *_for_c(pieces)
 
     def allreduce(self, tensors: Tensors, opts: Any = None, pieces: Pieces | None = None) -> ShmWork:
         """Replace each tensor by the reduction of all of them over all ranks. Collective: every rank.
@@ -296,8 +309,8 @@ class ShmOps:
 
         def action(call: NativeCall) -> None:
             if len(tensors) > 1:
-                number = c.reduction_of(c.operation_of(opts), tensors[0].dtype)
-                tensors[0].copy_(reduce(getattr(torch, _LOCAL_REDUCTIONS[number]), tensors))
+                op_code = c.reduction_code(c.operation_of(opts), tensors[0].dtype)
+                tensors[0].copy_(reduce(getattr(torch, _LOCAL_REDUCTIONS[op_code]), tensors))
             run(call)
             for other in tensors[1:]:
                 other.copy_(tensors[0])
@@ -315,7 +328,7 @@ class ShmOps:
     def _reduction(self, tensors: Tensors, opts: Any, *, root: int = -1, pieces: Pieces | None = None) -> Action:
         """Return what reduces each tensor."""
         op = c.operation_of(opts)
-        numbers = [c.reduction_of(op, tensor.dtype) for tensor in tensors]
+        op_codes = [c.reduction_code(op, tensor.dtype) for tensor in tensors]
         if tensors[0].is_sparse:
             return partial(self._sum_sparse, tensors[0])
 
@@ -325,10 +338,9 @@ class ShmOps:
             # One memory may be in the list twice: each is the reduction of what was there before the call.
             if len({tensor.untyped_storage().data_ptr() for tensor in staged}) < len(staged):
                 staged = [tensor.clone() for tensor in staged]
-            for data, number in zip(map(c.as_numbers, staged), numbers, strict=True):
-                dtype, location = c.NUMBERS[data.dtype], self.buffers.find(data)
-                function = self.comm.native.lockstep_all_reduce
-                call(function, data.data_ptr(), data.numel(), dtype, number, root, *location, *_for_c(pieces), c.WHOLE)
+            for data, op_code in zip(map(c.as_numbers, staged), op_codes, strict=True):
+                arguments = self._all_reduce_arguments(data, op_code, pieces, root)
+                call(self.comm.native.lockstep_all_reduce, *arguments, c.WHOLE)
             for data, tensor in zip(staged, tensors if root in (-1, self.rank) else (), strict=False):
                 copy_back(data, tensor)
 
@@ -368,9 +380,8 @@ class ShmOps:
         if pieces is None:
             return self.reduce_scatter_single_coalesced([output], [tensor], opts)
         parts, location = self._cut(tensor, own_part=output)
-        counts = (ctypes.c_uint64 * self.size)(*[output.numel()] * self.size)
-        result = output.data_ptr(), c.NUMBERS[output.dtype], c.reduction_of(c.operation_of(opts), output.dtype)
-        arguments = (_pointers(parts), counts, *result, *location, *_for_c(pieces))
+        op_code = c.reduction_code(c.operation_of(opts), output.dtype)
+        arguments = _reduce_scatter_arguments(parts, output, op_code, location, pieces)
         function, tensors = self.comm.native.lockstep_reduce_scatter, (tensor, pieces)
         work = self.begin_at_once("reduce_scatter", function, arguments, tensors, opts)
         return work or self.submit("reduce_scatter", lambda call: call(function, *arguments, c.WHOLE), tensors, opts)
@@ -380,17 +391,15 @@ class ShmOps:
     ) -> ShmWork:
         """Queue a reduce-scatter for each output; ``parts_of`` gives its contiguous inputs, and where they lie."""
         op = c.operation_of(opts)
-        numbers = [c.reduction_of(op, output.dtype) for output in outputs]
+        op_codes = [c.reduction_code(op, output.dtype) for output in outputs]
 
         def action(call: NativeCall) -> None:
             for index, output in enumerate(outputs):
                 parts, location = parts_of(index)
                 staged = contiguous(output)
                 inputs, target = [c.as_numbers(part) for part in parts], c.as_numbers(staged)
-                counts = (ctypes.c_uint64 * len(inputs))(*(part.numel() for part in inputs))
-                function, dtype = self.comm.native.lockstep_reduce_scatter, c.NUMBERS[target.dtype]
-                result = target.data_ptr(), dtype, numbers[index]
-                call(function, _pointers(inputs), counts, *result, *location, *_NO_PIECES, c.WHOLE)
+                arguments = _reduce_scatter_arguments(inputs, target, op_codes[index], location)
+                call(self.comm.native.lockstep_reduce_scatter, *arguments, c.WHOLE)
                 copy_back(staged, output)
 
         return self.submit("reduce_scatter", action, outputs, opts)
@@ -422,7 +431,7 @@ class ShmOps:
         first = next((tensor for tensor in (*sends, *receives) if tensor is not None), None)
         if first is not None:
             # The library compares kinds, so ranks that send different dtypes get an error instead of wrong bits.
-            kind += c.EXCHANGED_DTYPE * (c.NUMBERS_OF_ALL[first.dtype] + 1)
+            kind += c.EXCHANGED_DTYPE * (c.ALL_DTYPE_CODES[first.dtype] + 1)
         # By identity: a tensor that goes to all ranks appears many times, and should be copied at most once.
         staged = {id(tensor): contiguous(tensor) for tensor in (*sends, *receives) if tensor is not None}
         sources, targets = ([staged.get(id(tensor)) for tensor in row] for row in (sends, receives))

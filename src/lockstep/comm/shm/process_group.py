@@ -19,6 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lockstep.base import activity
+from lockstep.comm.rendezvous import poll_until
 from lockstep.comm.shm.arguments import CALLS, NEW_NAMES, bind, check
 from lockstep.comm.shm.communicator import MAX_RANKS, OK, WENT, Communicator, library
 from lockstep.comm.shm.ops import Pieces, ShmOps, contiguous, copy_back
@@ -376,9 +377,7 @@ class P2PEngine:
 
     def drain(self, limit_s: float) -> None:
         """Wait until all sends are complete, at most ``limit_s``."""
-        deadline = time.monotonic() + limit_s
-        while any(self._sends.values()) and time.monotonic() < deadline:
-            time.sleep(0.001)
+        poll_until(lambda: not any(self._sends.values()), limit_s, 0.001)
 
     def _open_transfers(self) -> list[Transfer]:
         return [*self._receives, *(transfer for queue in self._sends.values() for transfer in queue)]
