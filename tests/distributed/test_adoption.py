@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import lockstep
-from tests.unit.test_adoption import adopted
+from tests.unit.loop.test_adopt import adopted
 
 
 def network(dropout=0.0):

@@ -47,9 +47,6 @@ MOST_ROUNDS = 9
 # Steps: buckets are rebuilt after the first step, in which the optimizer also creates its state.
 _NUM_WARMUP, _NUM_PROBED = 4, 2
 
-# More steps than a sweep ever runs: a stream needs a number of steps, and a schedule is spread over it.
-_MANY_STEPS = 1_000_000
-
 # How long ranks may exceed their share of the time: on a busy machine they need tens of seconds to start.
 _PATIENCE_S = 120.0
 
@@ -320,7 +317,7 @@ class Sweep(Shown):
 
     def trial(self, tried: Mapping[str, FitSettings], until: float = math.inf) -> Benchmark:
         """Return rounds of settings in turn, by name, of which none begins after ``until``."""
-        endless = {name: replace(settings, epochs=None, steps=_MANY_STEPS) for name, settings in tried.items()}
+        endless = {name: replace(settings, epochs=None, steps=benchmark.MANY_STEPS) for name, settings in tried.items()}
         arms = {name: (settings.strategy, settings) for name, settings in endless.items()}
         machine = (default_device().type, self.num_devices, self.num_cores, 0.0)
         batch, seed, precision = self.global_batch_size, self.start.seed, self.start.precision

@@ -48,6 +48,9 @@ TURN_S = 0.5
 
 FEWEST_STEPS, MOST_STEPS = 3, 500
 
+# More steps than a sweep or a forecast ever runs: a stream needs a number of steps, and a schedule is spread over it.
+MANY_STEPS = 1_000_000
+
 # How long the other ranks wait for a turn of one process.
 TURN_TIMEOUT_S = 3600.0
 
@@ -204,12 +207,20 @@ def run_benchmark(benchmark: Benchmark, world: World) -> tuple[Setup, Turns, dic
     """
     names, setup = list(benchmark.arms), benchmark.setup
     turns: Turns = {name: [] for name in names}
+    losses: dict[str, list[Tensor]] = {name: [] for name in names}
     entrants: dict[str, Entrant] = {}
     with contextlib.ExitStack() as at_exit:
         for name in names:
             entrants[name] = at_exit.enter_context(contextlib.closing(Entrant(benchmark, name, world)))
-        losses, chosen = warm_up_all(benchmark, entrants, world)
-        num_steps = setup.num_steps or chosen
+        fastest_s = []
+        for name, entrant in entrants.items():
+            if warm := entrant.turn(partial(_warm_up, num_steps=setup.num_warmup, threads=entrant.threads)):
+                tries_s, losses[name] = warm
+                fastest_s.append(min(tries_s.values()))
+                entrant.num_threads = min(tries_s, key=tries_s.__getitem__)
+        # Only rank zero takes part in all turns, so only it has measured the steps of every candidate.
+        chosen = choose_steps(fastest_s, benchmark.turn_s, benchmark.fewest) if world.is_rank_zero else 0
+        num_steps = setup.num_steps or int(broadcast_object(chosen, group=world.group, device=world.device))
         began_at = time.perf_counter()
         for index in range(setup.num_rounds):
             for place, name in enumerate(order_of_round(names, index)):
@@ -345,28 +356,6 @@ def choose_steps(step_s: Sequence[float], turn_s: float = TURN_S, fewest: int = 
     # A turn that is long enough for the fastest must not take minutes for a candidate that is a hundred times as slow.
     wanted = min(math.ceil(turn_s / min(step_s)), math.floor(10 * turn_s / max(step_s)))
     return min(max(wanted, fewest), MOST_STEPS)
-
-
-def warm_up_all(
-    benchmark: Benchmark, entrants: Mapping[str, Entrant], world: World
-) -> tuple[dict[str, list[Tensor]], int]:
-    """Run the steps before the measurement, and choose each one's threads.
-
-    Collective: every rank.
-
-    Returns:
-        The losses by name, and the number of steps of a turn.
-    """
-    losses: dict[str, list[Tensor]] = {name: [] for name in entrants}
-    fastest_s = []
-    for name, entrant in entrants.items():
-        if warm := entrant.turn(partial(_warm_up, num_steps=benchmark.setup.num_warmup, threads=entrant.threads)):
-            tries_s, losses[name] = warm
-            fastest_s.append(min(tries_s.values()))
-            entrant.num_threads = min(tries_s, key=tries_s.__getitem__)
-    # Only rank zero takes part in all turns, so only it has measured the steps of every candidate.
-    chosen = choose_steps(fastest_s, benchmark.turn_s, benchmark.fewest) if world.is_rank_zero else 0
-    return losses, int(broadcast_object(chosen, group=world.group, device=world.device))
 
 
 def _warm_up(trainer: Trainer, num_steps: int, threads: Sequence[int]) -> tuple[dict[int, float], list[Tensor]]:
