@@ -79,6 +79,12 @@ def test_two_devices_train_alike_and_end_in_a_table_and_two_files(run, tmp_path)
         assert losses[name] == pytest.approx(losses["single"], rel=1e-12)
 
 
+def test_a_rank_may_have_no_turn_at_all(run):
+    _, record = run(2, 16, "--rounds", "1", "--steps", "2", "--warmup", "1", "--strategies", "dp")
+    single, dp = record["contenders"]
+    assert dp["losses"] == pytest.approx(single["losses"], rel=1e-12)
+
+
 def test_a_batch_that_three_devices_cannot_share_evenly_is_the_same_for_all(run):
     _, record = run(3, 64, "--rounds", "1", "--steps", "3", "--warmup", "1")
     single, *others = record["contenders"]
@@ -107,7 +113,7 @@ def plan_of(loss=None, num_devices=2):
     setup = Setup(
         "t", "", "cpu", num_devices, 2, 0.0, 8, num_steps=1, num_rounds=1, num_warmup=1, seed=0, precision="fp32"
     )
-    return Benchmark(task, Settings(), ("single", "ddp"), setup, quiet=True)
+    return Benchmark(task, {name: (name, Settings()) for name in ("single", "ddp")}, setup, quiet=True)
 
 
 def fail_in_the_turn_of_ddp(world):

@@ -72,6 +72,7 @@ def test_both_engines_tell_what_they_wait_for_and_compute_the_same_bits(ranks, t
     assert any(each.buckets for each in view.run.zero.timelines) == (engine == "ddp")
     session = view.run.last
     assert (session["settings"]["strategy"], session["backend"]) == (engine, "gloo")
+    assert ("compression" in session["settings"]) == (engine == "ddp")
     assert (session["global_batch_size"], session["num_steps"]) == (8, 12)
     assert len(session["ranks"]) == 2
     view = view_run(tmp_path / "accumulated")
@@ -192,6 +193,7 @@ def check_record(folder, last_event, last_text):
         assert events == [("evaluation", 8), ("evaluation", 16), (last_event, 16)]
         assert record.events[-1].text == last_text
     assert view.run.last["settings"]["strategy"] == "torch-ddp"
+    assert view.how("workers", 2) == "DataLoader(num_workers=2)"  # not --workers, which lockstep run refuses
     assert view.run.last["task"] == "train.py"
     assert (view.run.last["backend"], view.run.last["global_batch_size"]) == ("gloo", 8)
     assert view.figures.critical.exposed_s is not None

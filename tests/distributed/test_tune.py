@@ -49,16 +49,17 @@ def sweep_of(tmp_path, monkeypatch):
     return lambda batch: Sweep("slow", task, 1, 2, batch, ("ddp",), 60.0, time.time() + 60, start, start)
 
 
-def _probe(world, sweep):
-    return probe(sweep, world)
+def _probe(world, trial):
+    return probe(trial, world)
 
 
-def _rounds(world, *args):
-    return rounds_of(*args, world)
+def _rounds(world, trial):
+    return rounds_of(trial, world)
 
 
 def test_what_is_known_before_the_first_stage(ranks, sweep_of):
-    (layers, wait_share), _ = ranks(2)(_probe, replace(sweep_of(8), num_devices=2))
+    sweep = replace(sweep_of(8), num_devices=2)
+    (layers, wait_share), _ = ranks(2)(_probe, sweep.trial({NOW: sweep.start}))
     assert layers == ()
     assert 0 < wait_share < 1
 
@@ -67,7 +68,7 @@ def test_settings_take_turns_and_loading_ahead_is_seen(ranks, sweep_of):
     small = FitSettings(global_batch_size=8)
     entrants = {NOW: small, "workers 2": replace(small, workers=2)}
     sweep = replace(sweep_of(8), num_devices=2)
-    first, second = ranks(2)(_rounds, sweep, entrants, time.time() + 4)
+    first, second = ranks(2)(_rounds, sweep.trial(entrants, time.time() + 4))
     assert first.keys() == second.keys() == entrants.keys()
     assert len(first[NOW]) == len(second["workers 2"]) > 0
     assert all(seconds > 4.5e-3 for seconds in first[NOW])  # 4 samples of 10 ms each on both ranks: 5 ms for each

@@ -413,8 +413,11 @@ class Watch:
         """Return what is known of the script, for its record and its sinks. Blocks for some calls of git."""
         parameters = dict.fromkeys(trained_parameters(self.models))  # two models may share one
         settings: dict[str, Any] = {"run_dir": str(self.run_dir)}
-        if (strategy := find_engine(self.models, self._place.num_ranks)[0]) != "unknown":
+        strategy, ours = find_engine(self.models, self._place.num_ranks)
+        if strategy != "unknown":
             settings["strategy"] = strategy
+        if ours:
+            settings["compression"] = ours[0].compression
         if self._loaders:
             settings |= {"workers": self._loaders[0].num_workers, "pin_memory": self._loaders[0].pin_memory}
         return {

@@ -28,7 +28,8 @@ from lockstep.parallel.ddp.setup import bucket_caps_bytes
 from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 from lockstep.study import links
 from lockstep.study.common import MIB, Table, load, log, run_ranks
-from lockstep.study.compare.benchmark import TURN_TIMEOUT_S, time_steps
+from lockstep.study.compare.benchmark import MANY_STEPS, TURN_TIMEOUT_S, time_steps
+from lockstep.study.compare.comparison import GOOD_EFFICIENCY, WORTH
 from lockstep.study.goodput import Goodput, JobTimes, predict_goodput
 from lockstep.study.links import Computing, Cost, Link, Method, Profile, ReadyBucket, Step
 from lockstep.telemetry.cost import Price, more_than_alone
@@ -80,8 +81,6 @@ def list_methods(costs: Mapping[str, Cost], profile: Profile) -> list[Method]:
 
 # --- measured on one rank: a step without an exchange -----------------------------------------------------------------
 
-# Streams and schedules need a number of steps; this one is never reached.
-_MANY_STEPS = 1_000_000
 # For each number of samples: steps for allocation; then steps for so many seconds, within these limits.
 _NUM_WARMUP, _TURN_S, _FEWEST, _MOST = 2, 1.5, 3, 20
 
@@ -137,7 +136,7 @@ def measure(
 
 def _measure_steps(task: Task, settings: Settings, share: int, world: World, profile: Profile, saves: bool) -> Profile:
     """Train some steps in this process; return ``profile`` with times, buckets, and the number of cores in use."""
-    rank_settings = replace(settings, epochs=None, steps=_MANY_STEPS, global_batch_size=share)
+    rank_settings = replace(settings, epochs=None, steps=MANY_STEPS, global_batch_size=share)
     arrivals: dict[Tensor, Mark] = {}  # of the gradients of a step
 
     def arrive(parameter: Tensor) -> None:
@@ -301,10 +300,6 @@ def _sent_bytes() -> int:
 
 # --- the forecast -----------------------------------------------------------------------------------------------------
 
-# Machines with this efficiency are well used.
-GOOD_EFFICIENCY = 0.8
-# Another machine, or a method that changes the training more, is worthwhile if it is so many times as fast.
-_WORTH = 1.05
 # The figures are of a quiet machine if the median of the measured steps is at most so many times the fastest.
 _EVEN = 1.5
 _FEWEST_MACHINES_SHOWN = 8
@@ -439,7 +434,7 @@ def forecast(task: str, profile: Profile, methods: Sequence[Method], link: Link,
             return links.predict_step(profile, method, link_at_rate, num_machines).samples_per_s
 
         one_machine = links.predict_step(profile, replace(methods[0], accumulate=method.accumulate), link, 1)
-        return links.break_even(rate, _WORTH * one_machine.samples_per_s)
+        return links.break_even(rate, WORTH * one_machine.samples_per_s)
 
     rows = [
         Row(method, {count: links.predict_step(profile, method, link, count) for count in counts}, pays_from(method))
@@ -456,7 +451,7 @@ def choose(prediction: Forecast) -> Row | None:
     """
     best, fastest = None, 1.0
     for row in prediction.rows:
-        if prediction.speed_up(row) >= _WORTH * fastest:
+        if prediction.speed_up(row) >= WORTH * fastest:
             best = row
             if prediction.efficiency(row) >= GOOD_EFFICIENCY:
                 break

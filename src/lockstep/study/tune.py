@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,12 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from lockstep.base.accelerator import default_device
-from lockstep.comm.collectives import broadcast_object
 from lockstep.comm.world import World
 from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.study.common import FEWEST_ROUNDS, Shown, Spread, Table, check_numbers, load, log, paired_ratio, run_ranks
 from lockstep.study.compare import benchmark
-from lockstep.study.compare.benchmark import Entrant
+from lockstep.study.compare.benchmark import Benchmark, Entrant
+from lockstep.study.compare.comparison import Setup
 from lockstep.train.plan import PER_PROCESS, check_batch
 from lockstep.train.settings import FitSettings, check_engine, toml_line
 from lockstep.train.task import Task
@@ -47,9 +46,6 @@ MOST_ROUNDS = 9
 
 # Steps: buckets are rebuilt after the first step, in which the optimizer also creates its state.
 _NUM_WARMUP, _NUM_PROBED = 4, 2
-
-# More steps than a sweep ever runs: a stream needs a number of steps, and a schedule is spread over it.
-_MANY_STEPS = 1_000_000
 
 # How long ranks may exceed their share of the time: on a busy machine they need tens of seconds to start.
 _PATIENCE_S = 120.0
@@ -105,7 +101,7 @@ def candidates(stage: str, sweep: Sweep) -> list[Changes]:
         pieces = [count for count in (current // 2, 2 * current, 4 * current) if count and share % count == 0]
         proposals = [{"accumulate": count} for count in pieces if share // count > 1]  # batch norm refuses one sample
     elif stage == "threads" and default_device().type == "cpu" and base.reproducible is None:
-        current = base.threads or sweep.threads(base)
+        current = base.threads or benchmark.threads_of(strategy, num_cores, sweep.num_devices)
         counts = {1, current // 2, 2 * current, num_cores} - {0, current}
         proposals = [{"threads": count} for count in sorted(counts) if count <= num_cores]
     elif stage == "precision":
@@ -123,49 +119,30 @@ def candidates(stage: str, sweep: Sweep) -> list[Changes]:
 # The work of the ranks.
 
 
-def probe(sweep: Sweep, world: World) -> tuple[Sequence[str], float]:
+def probe(trial: Benchmark, world: World) -> tuple[Sequence[str], float]:
     """Train some steps with the initial settings; return `Sweep.layers` and `Sweep.wait_share`.
 
     Collective: every rank.
     """
-    torch.set_num_threads(sweep.threads(sweep.start))
-    with contextlib.closing(sweep.entrant(sweep.start, world)) as entrant:
+    strategy, _ = trial.arms[NOW]
+    torch.set_num_threads(trial.threads(strategy))
+    with contextlib.closing(Entrant(trial, NOW, world)) as entrant:
         assert entrant.trainer is not None
         seconds, records = benchmark.time_steps(entrant.trainer, _NUM_PROBED)
         layers = benchmark.split_layers(entrant.trainer.model)
     return layers, sum(record.times.part("data_wait") for record in records) / seconds
 
 
-def rounds_of(sweep: Sweep, tried: dict[str, FitSettings], until: float, world: World) -> dict[str, list[float]]:
+def rounds_of(trial: Benchmark, world: World) -> dict[str, list[float]]:
     """Run all settings in turn; return the seconds per sample of this rank's turns, by name.
 
     Collective: every rank. Ranks that do not take part in a turn sleep.
-
-    Args:
-        sweep: The sweep.
-        tried: Settings by name.
-        until: After this time no new round begins, in Unix time.
-        world: All ranks.
     """
-    # Half a second, if there are five minutes.
-    turn_s = min(0.5, max(0.03, sweep.seconds / 600))
-    with contextlib.ExitStack() as at_exit:
-        at_exit.enter_context(warnings.catch_warnings())
+    with warnings.catch_warnings():
         # There may be more processes than cores: this measures whether they help.
         warnings.filterwarnings("ignore", "This DataLoader will create")
-        entrants: dict[str, Entrant] = {}
-        for name, settings in tried.items():
-            entrants[name] = at_exit.enter_context(contextlib.closing(sweep.entrant(settings, world)))
-        _, num_steps = benchmark.warm_up_all(entrants, _NUM_WARMUP, world, turn_s, fewest=2)
-        rounds: dict[str, list[float]] = {name: [] for name in tried}
-        for index in range(MOST_ROUNDS):
-            for name in benchmark.order_of_round(list(tried), index):
-                if turn := entrants[name].turn(partial(benchmark.time_steps, num_steps=num_steps)):
-                    rounds[name].append(turn[0] / sum(record.num_samples for record in turn[1]))
-            # The clocks of the ranks may differ: rank zero decides.
-            if broadcast_object(time.time() > until, group=world.group, device=world.device):
-                break
-        return rounds
+        _, measured, _ = benchmark.run_benchmark(trial, world)
+    return {name: [turn.seconds / turn.num_samples for turn in turns] for name, turns in measured.items()}
 
 
 @dataclass
@@ -338,14 +315,16 @@ class Sweep(Shown):
             text += f"{seemed}: run again with --minutes {math.ceil(self.seconds / 30)}."
         return text
 
-    def threads(self, settings: FitSettings) -> int:
-        """Return the number of threads of one process in a run with these settings."""
-        return benchmark.threads_of(settings.strategy, self.num_cores, self.num_devices)
-
-    def entrant(self, settings: FitSettings, world: World) -> Entrant:
-        """Return the entrant that trains the task with these settings. Collective: every rank."""
-        task, endless = load(self.task), replace(settings, epochs=None, steps=_MANY_STEPS)
-        return Entrant(task, endless, settings.strategy, world, self.num_devices, [self.threads(settings)])
+    def trial(self, tried: Mapping[str, FitSettings], until: float = math.inf) -> Benchmark:
+        """Return rounds of settings in turn, by name, of which none begins after ``until``."""
+        endless = {name: replace(settings, epochs=None, steps=benchmark.MANY_STEPS) for name, settings in tried.items()}
+        arms = {name: (settings.strategy, settings) for name, settings in endless.items()}
+        machine = (default_device().type, self.num_devices, self.num_cores, 0.0)
+        batch, seed, precision = self.global_batch_size, self.start.seed, self.start.precision
+        setup = Setup(self.name, "", *machine, batch, 0, MOST_ROUNDS, _NUM_WARMUP, seed, precision)
+        # Half a second, if there are five minutes.
+        turn_s = min(0.5, max(0.03, self.seconds / 600))
+        return Benchmark(self.task, arms, setup, quiet=True, turn_s=turn_s, fewest=2, until=until, speed_only=True)
 
     def effect_of(self, before: FitSettings, after: FitSettings) -> Effect:
         """Return the effect of a change of settings on the training."""
@@ -372,7 +351,9 @@ class Sweep(Shown):
         log("training some steps with the settings at the start")
         devices = self.num_devices if self.start.strategy in PER_PROCESS else 1
         limit_s = max(_PATIENCE_S, 0.4 * (self.until - time.time()))
-        self.layers, self.wait_share = run_ranks(probe, self, devices=devices, timeout_s=limit_s)[0]
+        self.layers, self.wait_share = run_ranks(
+            probe, self.trial({NOW: self.start}), devices=devices, timeout_s=limit_s
+        )[0]
         # For the last stage, which measures all changes together.
         reserve_s = min(20.0, 0.2 * self.seconds)
         for index, stage in enumerate(STAGES):
@@ -402,13 +383,13 @@ class Sweep(Shown):
 
     def _measure(self, stage: str, proposals: list[Changes], base: FitSettings, seconds: float) -> list[Result]:
         """Run rounds of ``base`` and of each change to it."""
-        entrants = {NOW: base} | {in_words(changes): replace(base, **changes) for changes in proposals}
-        rounds: dict[str, list[float]] = {name: [] for name in entrants}
+        tried = {NOW: base} | {in_words(changes): replace(base, **changes) for changes in proposals}
+        rounds: dict[str, list[float]] = {name: [] for name in tried}
         limit_s, failure = seconds + max(_PATIENCE_S, 0.25 * self.seconds), ""
         try:
             if seconds > 0:
-                until = time.time() + seconds
-                rounds = run_ranks(rounds_of, self, entrants, until, devices=self.num_devices, timeout_s=limit_s)[0]
+                trial = self.trial(tried, time.time() + seconds)
+                rounds = run_ranks(rounds_of, trial, devices=self.num_devices, timeout_s=limit_s)[0]
         except LockstepError as error:
             # A change has ended the ranks, or they do not fit into memory together: now each change alone.
             if len(proposals) > 1:
@@ -416,8 +397,8 @@ class Sweep(Shown):
             cause = error.__cause__ or error
             failure = f"{type(cause).__name__}: {cause}".partition("\n")[0]
         results = []
-        for changes, name in zip(proposals, list(entrants)[1:], strict=True):
-            effect = self.effect_of(base, entrants[name])
+        for changes, name in zip(proposals, list(tried)[1:], strict=True):
+            effect = self.effect_of(base, tried[name])
             ratio = paired_ratio(rounds[NOW], rounds[name]) if rounds[NOW] else None
             result = Result(stage, changes, effect, ratio, len(rounds[NOW]))
             offer = "" if effect in self.allowed else _OFFERS[effect].format(" and ".join(self.layers))

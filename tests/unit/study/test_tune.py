@@ -109,7 +109,8 @@ class Machine:
     def __call__(self, function, *args, devices, timeout_s):
         if function is tuning.probe:
             return [(("dropout",), 0.5)]
-        _, contenders, _ = args
+        (trial,) = args
+        contenders = {name: settings for name, (_, settings) in trial.arms.items()}
         self.stages.append(list(contenders))
         for name in contenders:
             if name in self.fails:

@@ -48,6 +48,9 @@ TURN_S = 0.5
 
 FEWEST_STEPS, MOST_STEPS = 3, 500
 
+# More steps than a sweep or a forecast ever runs: a stream needs a number of steps, and a schedule is spread over it.
+MANY_STEPS = 1_000_000
+
 # How long the other ranks wait for a turn of one process.
 TURN_TIMEOUT_S = 3600.0
 
@@ -118,7 +121,7 @@ def compare(
         precision=settings.precision,
         price=Price.read(price),
     )
-    benchmark = Benchmark(task, settings, taking_part, setup, quiet)
+    benchmark = Benchmark(task, {name: (name, settings) for name in taking_part}, setup, quiet)
     by_rank = run_ranks(run_benchmark, benchmark, devices=devices)
     setup, _, losses = by_rank[0]
     benchmark = replace(benchmark, setup=setup)
@@ -164,15 +167,22 @@ class Benchmark:
 
     Attributes:
         task: The task, or where to find it, as on the command line.
-        setup: The known settings; if the steps of a turn are not set, `choose_steps` chooses them.
+        arms: What takes turns, by name: strategies with their settings.
+        setup: What is known; if the steps of a turn are not set, `choose_steps` chooses them.
         quiet: Whether to show no progress.
+        turn_s, fewest: See `choose_steps`.
+        until: After this time no new round begins, in Unix time.
+        speed_only: Whether to measure no parts of a step, and single with all cores only.
     """
 
     task: Task | str
-    settings: Settings
-    strategies: tuple[StrategyName, ...]
+    arms: Mapping[str, tuple[StrategyName, Settings]]
     setup: Setup
     quiet: bool = False
+    turn_s: float = TURN_S
+    fewest: int = FEWEST_STEPS
+    until: float = math.inf
+    speed_only: bool = False
 
     def log(self, text: str) -> None:
         """Print a line about progress: instead of a bar, whose thread would draw during the measurements."""
@@ -185,57 +195,63 @@ class Benchmark:
             return self.setup.single_threads
         return threads_of(strategy, self.setup.num_cores, self.setup.num_devices)
 
-    def entrant(self, strategy: StrategyName, world: World) -> Entrant:
-        """Return the entrant that trains the task with ``strategy``. Collective: every rank."""
-        task, num_devices = load(self.task), self.setup.num_devices
-        count = self.threads(strategy)
-        # As many tries for each strategy. Threads of one operation wait for each other at its end, so small models are
-        # often faster with one thread.
-        threads = count, 1 if strategy == SINGLE and self.setup.device == "cpu" else count
-        return Entrant(task, self.settings, strategy, world, num_devices, threads)
 
-
-# By strategy, the turns of a rank; none if it only waited.
+# By name, the turns of a rank; none if it only waited.
 Turns = dict[str, list[Measurement]]
 
 
 def run_benchmark(benchmark: Benchmark, world: World) -> tuple[Setup, Turns, dict[str, list[float]]]:
-    """Run all turns of all candidates; return what was set up, and by strategy the turns and losses of this rank.
+    """Run the turns of all arms; return what was set up, and by name the turns and losses of this rank.
 
     Collective: every rank of a launched job. Ranks that do not take part in a turn sleep.
     """
-    names, setup = benchmark.strategies, benchmark.setup
+    names, setup = list(benchmark.arms), benchmark.setup
     turns: Turns = {name: [] for name in names}
+    losses: dict[str, list[Tensor]] = {name: [] for name in names}
     entrants: dict[str, Entrant] = {}
     with contextlib.ExitStack() as at_exit:
         for name in names:
-            entrants[name] = at_exit.enter_context(contextlib.closing(benchmark.entrant(name, world)))
-        losses, chosen = warm_up_all(entrants, setup.num_warmup, world)
-        num_steps = setup.num_steps or chosen
+            entrants[name] = at_exit.enter_context(contextlib.closing(Entrant(benchmark, name, world)))
+        fastest_s = []
+        for name, entrant in entrants.items():
+            if warm := entrant.turn(partial(_warm_up, num_steps=setup.num_warmup, threads=entrant.threads)):
+                tries_s, losses[name] = warm
+                fastest_s.append(min(tries_s.values()))
+                entrant.num_threads = min(tries_s, key=tries_s.__getitem__)
+        # Only rank zero takes part in all turns, so only it has measured the steps of every candidate.
+        chosen = choose_steps(fastest_s, benchmark.turn_s, benchmark.fewest) if world.is_rank_zero else 0
+        num_steps = setup.num_steps or int(broadcast_object(chosen, group=world.group, device=world.device))
         began_at = time.perf_counter()
         for index in range(setup.num_rounds):
-            for place, strategy in enumerate(order_of_round(names, index)):
-                measure = partial(measure_candidate, name=strategy, num_steps=num_steps, round_index=index, place=place)
-                if measured := entrants[strategy].turn(measure):
-                    turns[strategy].append(measured[0])
-                    losses[strategy] += measured[1]
+            for place, name in enumerate(order_of_round(names, index)):
+                measure = partial(measure_candidate, name=benchmark.arms[name][0], has_parts=not benchmark.speed_only)
+                turn = partial(measure, num_steps=num_steps, round_index=index, place=place)
+                if measured := entrants[name].turn(turn):
+                    turns[name].append(measured[0])
+                    losses[name] += measured[1]
             if world.is_rank_zero:
                 left_s = (time.perf_counter() - began_at) * (setup.num_rounds / (index + 1) - 1)
                 benchmark.log(f"round {index + 1}/{setup.num_rounds}, {left_s:.0f} s left")
-        trainer = next(entrant.trainer for entrant in entrants.values() if entrant.trainer is not None)
+            world.barrier(TURN_TIMEOUT_S)  # in which ranks sleep that have no part in the last turn
+            # The clocks of the ranks may differ: rank zero decides.
+            if broadcast_object(time.time() > benchmark.until, group=world.group, device=world.device):
+                break
+        # A rank that only waited has none.
+        models = (entrant.trainer.model for entrant in entrants.values() if entrant.trainer is not None)
+        model = next(models, torch.nn.Module())
         setup = replace(
             setup,
             num_steps=num_steps,
-            num_parameters=sum(parameter.numel() for parameter in trainer.model.parameters()),
-            single_threads=entrants[SINGLE].num_threads,
-            split_layers=split_layers(trainer.model),
+            num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+            single_threads=entrants[SINGLE].num_threads if SINGLE in entrants else 0,
+            split_layers=split_layers(model),
         )
         # Read only now: reading a loss waits for the device.
         return setup, turns, {name: [float(loss) for loss in values] for name, values in losses.items()}
 
 
 class Entrant:
-    """A strategy that takes turns with others. It has a trainer on the ranks that compute; the other ranks only wait.
+    """An arm as it takes turns. It has a trainer on the ranks that compute; the other ranks only wait.
 
     Collective: every rank creates it, calls `turn` in the same order, and closes it.
 
@@ -245,19 +261,23 @@ class Entrant:
         trainer: None on a rank that only waits.
     """
 
-    def __init__(
-        self, task: Task, settings: Settings, name: StrategyName, world: World, num_devices: int, threads: Sequence[int]
-    ) -> None:
-        self._strategy, self._world, self.threads, self.num_threads = name, world, threads, threads[0]
+    def __init__(self, benchmark: Benchmark, name: str, world: World) -> None:
+        strategy, settings = benchmark.arms[name]
+        self._strategy, self._world, self.num_threads = strategy, world, benchmark.threads(strategy)
+        # As many tries for each strategy. Threads of one operation wait for each other at its end, so small models are
+        # often faster with one thread.
+        tries_one = strategy == SINGLE and world.device.type == "cpu" and not benchmark.speed_only
+        self.threads = self.num_threads, 1 if tries_one else self.num_threads
         ahead = settings.workers * (settings.prefetch or LoadOptions.ahead)
         self._num_steps_ahead = math.ceil(ahead / settings.accumulate) + 1 if ahead else 0
         self.trainer: Trainer | None = None
-        if name in PER_PROCESS or world.is_rank_zero:
-            task = replace(task, eval_dataset=None, metrics=None, after=None)
+        if strategy in PER_PROCESS or world.is_rank_zero:
+            task = replace(load(benchmark.task), eval_dataset=None, metrics=None, after=None)
             devices, kind = [world.device], world.device.type
-            if name not in PER_PROCESS and name != SINGLE:
-                devices = [world.device if kind == "cpu" else torch.device(kind, index) for index in range(num_devices)]
-            self.trainer = Trainer(task, settings, world, strategy=name, devices=devices)
+            if strategy not in PER_PROCESS and strategy != SINGLE:
+                indices = range(benchmark.setup.num_devices)
+                devices = [world.device if kind == "cpu" else torch.device(kind, index) for index in indices]
+            self.trainer = Trainer(task, settings, world, strategy=strategy, devices=devices)
 
     def close(self) -> None:
         """End its processes and free its memory."""
@@ -325,7 +345,7 @@ def order_of_round(strategies: Sequence[str], round_index: int) -> list[str]:
     return rotated[::-1] if round_index % 2 else rotated
 
 
-def choose_steps(step_s: Sequence[float], *, turn_s: float = TURN_S, fewest: int = FEWEST_STEPS) -> int:
+def choose_steps(step_s: Sequence[float], turn_s: float = TURN_S, fewest: int = FEWEST_STEPS) -> int:
     """Return the steps of a turn, from the seconds of every candidate's step: enough for the fastest one.
 
     Args:
@@ -336,35 +356,6 @@ def choose_steps(step_s: Sequence[float], *, turn_s: float = TURN_S, fewest: int
     # A turn that is long enough for the fastest must not take minutes for a candidate that is a hundred times as slow.
     wanted = min(math.ceil(turn_s / min(step_s)), math.floor(10 * turn_s / max(step_s)))
     return min(max(wanted, fewest), MOST_STEPS)
-
-
-def warm_up_all(
-    entrants: Mapping[str, Entrant], num_steps: int, world: World, turn_s: float = TURN_S, fewest: int = FEWEST_STEPS
-) -> tuple[dict[str, list[Tensor]], int]:
-    """Run the steps before the measurement, and choose each one's threads.
-
-    Collective: every rank.
-
-    Args:
-        entrants: By name.
-        num_steps: Of each.
-        world: All ranks.
-        turn_s: See `choose_steps`.
-        fewest: See `choose_steps`.
-
-    Returns:
-        The losses by name, and the number of steps of a turn.
-    """
-    losses: dict[str, list[Tensor]] = {name: [] for name in entrants}
-    fastest_s = []
-    for name, entrant in entrants.items():
-        if warm := entrant.turn(partial(_warm_up, num_steps=num_steps, threads=entrant.threads)):
-            tries_s, losses[name] = warm
-            fastest_s.append(min(tries_s.values()))
-            entrant.num_threads = min(tries_s, key=tries_s.__getitem__)
-    # Only rank zero takes part in all turns, so only it has measured the steps of every candidate.
-    chosen = choose_steps(fastest_s, turn_s=turn_s, fewest=fewest) if world.is_rank_zero else 0
-    return losses, int(broadcast_object(chosen, group=world.group, device=world.device))
 
 
 def _warm_up(trainer: Trainer, num_steps: int, threads: Sequence[int]) -> tuple[dict[int, float], list[Tensor]]:
@@ -381,11 +372,12 @@ def _warm_up(trainer: Trainer, num_steps: int, threads: Sequence[int]) -> tuple[
 
 
 def measure_candidate(
-    trainer: Trainer, name: str, num_steps: int, round_index: int, place: int
+    trainer: Trainer, name: str, num_steps: int, round_index: int, place: int, *, has_parts: bool = True
 ) -> tuple[Measurement, list[Tensor]]:
-    """Train ``num_steps`` steps, then run a third as many without synchronisation, which change no weights.
+    """Train ``num_steps`` steps; for the parts, then run a third as many without synchronisation.
 
-    All candidates run the latter, so that all continue with the same samples. Returns the turn and the steps' losses.
+    The latter change no weights. All candidates run them, so that all continue with the same samples. Returns the turn
+    and the steps' losses.
 
     Collective for ``ddp`` and ``torch-ddp``: every rank. Blocks until the device is done.
     """
@@ -396,14 +388,13 @@ def measure_candidate(
     if exposed_s is not None:
         # The engine measures only one micro-batch, and by the host's clock, which does not include work of a device.
         exposed_s *= trainer.settings.accumulate
-    # With the same data still in the caches, so that only the synchronisation differs.
-    with trainer.without_sync():
-        _, unsynced = time_steps(trainer, max(3, num_steps // 3))
-    backward_s, unsynced_s = (
-        [step.times.part("backward") + step.times.part("exposed") for step in steps] for steps in (records, unsynced)
-    )
-    if name in PER_PROCESS:
-        exposed_s = median(backward_s) - median(unsynced_s)
+    backward_s = [record.times.part("backward", "exposed") for record in records]
+    if has_parts:
+        # With the same data still in the caches, so that only the synchronisation differs.
+        with trainer.without_sync():
+            _, unsynced = time_steps(trainer, max(3, num_steps // 3))
+        if name in PER_PROCESS:
+            exposed_s = median(backward_s) - median(record.times.part("backward", "exposed") for record in unsynced)
     times = replace(
         combine([record.times for record in records]),
         total_s=seconds / num_steps,
@@ -453,7 +444,7 @@ def split_layers(model: torch.nn.Module) -> tuple[str, ...]:
     return tuple(sorted(kinds))
 
 
-def measure_peak(benchmark: Benchmark, strategy: StrategyName, world: World) -> list[int]:
+def measure_peak(benchmark: Benchmark, name: StrategyName, world: World) -> list[int]:
     """Train some steps and return this process's peak: by CUDA device, or one figure for a process on the CPU.
 
     On CUDA the peak of the bytes of tensors; on the CPU the growth of resident memory since the task's file was loaded:
@@ -461,11 +452,11 @@ def measure_peak(benchmark: Benchmark, strategy: StrategyName, world: World) -> 
 
     Collective for ``ddp`` and ``torch-ddp``: every rank.
     """
-    torch.set_num_threads(benchmark.threads(strategy))
+    torch.set_num_threads(benchmark.threads(name))
     benchmark = replace(benchmark, task=load(benchmark.task))
     reset_peak()  # the memory and the peak of importing libraries do not count
     before_bytes = psutil.Process().memory_info().rss
-    with contextlib.closing(benchmark.entrant(strategy, world)) as entrant:
+    with contextlib.closing(Entrant(benchmark, name, world)) as entrant:
         assert entrant.trainer is not None
         for _ in range(NUM_PEAK_STEPS):
             entrant.trainer.step().loss.item()

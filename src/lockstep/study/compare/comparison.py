@@ -288,7 +288,7 @@ def _ms(seconds: float) -> str:
 # Speed-up over devices that a sound set-up reaches.
 GOOD_EFFICIENCY = 0.8
 
-# The speed-up from which more devices are worth their trouble.
+# The speed-up from which more devices or machines, or a method that changes the training more, are worth their trouble.
 WORTH = 1.05
 
 # The share of single's step spent waiting for data from which loading, not computing, is the limit.

@@ -83,6 +83,11 @@ class View:
         value = self.run.config.get(name)
         return value if type(value) is int else None
 
+    def how(self, name: str, *values: object) -> str:
+        """Return what to write for a change in `_HOW`: flags of a command, or the code of a script."""
+        is_script = self.run.config.get("recorded_by") == "monitor"
+        return _HOW[name][is_script].format(*values)
+
     def gain(self, saved_s: float) -> float:
         """Return the ratio of the throughput if a step were so much shorter to the present one."""
         return self.part("total") / (self.part("total") - min(saved_s, 0.95 * self.part("total")))
@@ -116,6 +121,21 @@ class Advice:
         return f"{self.cause}: {self.change} would give {self.bound} {self.gain:.2f} times the throughput."
 
 
+# By change, the flags of `lockstep train`, and what a script does instead, which has no such flags.
+_HOW = {
+    "threads": ("--threads {}", "torch.set_num_threads({0}), or OMP_NUM_THREADS={0}"),
+    "workers": ("--workers {}", "DataLoader(num_workers={})"),
+    "one thread": ("--devices 1 --threads 1", "--devices 1, and torch.set_num_threads(1)"),
+    "zero": ("--strategy ddp-zero1", "lockstep.ZeroRedundancyOptimizer"),
+    "batch": ("--global-batch-size{}", "batch_size of the DataLoader"),
+    "accumulate": ("--accumulate {} with a global batch {} times as large", "no_sync() around all but the last"),
+    "evaluation": ("--eval-every STEPS", "in the loop of the script"),
+    "checkpoint": ("--checkpoint-every STEPS", "in the loop of the script"),
+    "bf16": ("--compression bf16", 'lockstep.DistributedDataParallel(compression="bf16")'),
+    "int8": ("--compression int8", 'lockstep.DistributedDataParallel(compression="int8")'),
+    "local-sgd": ("--strategy local-sgd", "lockstep.LocalSGD(sync_every=8)"),
+}
+
 # Rules about what devices do: load, compute, update, stand still; and how many of them there should be.
 
 # From so many bytes on it is they that take long, not each message's own delay.
@@ -135,13 +155,14 @@ _DIVIDED_SHARE = 0.2
 _HANDOVER_S = 0.0003
 
 
-def who_has_the_cores(cores: Cores | None) -> tuple[str, str]:
+def who_has_the_cores(view: View) -> tuple[str, str]:
     """Return why ranks waited for cores, and what to do about it; empty if there is nothing to do."""
+    cores = view.cores
     if cores is None or not cores.total:
         return "other programs use the cores", "stopping other programs, or a higher quota,"
     most, least = max(cores.others, cores.stolen, cores.throttled), 0.1 * cores.total
     if most < least:
-        return _crowded(cores)
+        return _crowded(view, cores)
     # Other programs keep nobody from cores that are idle.
     idle = cores.total - cores.ranks - cores.others - cores.stolen
     if cores.throttled == most or min(cores.throttled, idle) > least:
@@ -153,19 +174,20 @@ def who_has_the_cores(cores: Cores | None) -> tuple[str, str]:
     return f"{who} {most:.1f} of {cores.total:g} cores", change
 
 
-def _crowded(cores: Cores) -> tuple[str, str]:
+def _crowded(view: View, cores: Cores) -> tuple[str, str]:
     """Return the same for ranks that have the cores to themselves."""
     num, threads = cores.num_ranks, cores.threads
     if num * threads <= cores.total:
         return f"loaders and other threads of the ranks use the {cores.total:g} cores, too", ""
     changes = [f"fewer ranks (--devices {fitting})"] if 0 < (fitting := int(cores.total // threads)) < num else []
-    changes += [f"fewer threads (--threads {max(1, int(cores.total // num))})"] if threads != 1 else []
+    fewer = view.how("threads", max(1, int(cores.total // num)))
+    changes += [f"fewer threads ({fewer})"] if threads != 1 else []
     return f"the ranks have more threads than the {cores.total:g} cores", ", or ".join(changes)
 
 
 def _cores(view: View) -> Iterator[Advice]:
     # At most, as ranks that run at the same time compete for memory.
-    why, change = who_has_the_cores(view.cores)
+    why, change = who_has_the_cores(view)
     if change:
         cause = f"The ranks wait for a core during {view.share('core_wait')} of the step, as {why}"
         yield Advice(cause, change, view.gain(view.part("core_wait")), bound="at most")
@@ -190,7 +212,8 @@ def _loading(view: View) -> Iterator[Advice]:
     if view.device == "cpu" and total_s / step_s < _WORTH_WORKERS_ON_CPU:
         return
     cause = f"Data wait is {view.share('data_wait')} of the step"
-    change = f"{workers} loader worker{'s' * (workers > 1)} per rank instead of {present} (--workers {workers})"
+    how = view.how("workers", workers)
+    change = f"{workers} loader worker{'s' * (workers > 1)} per rank instead of {present} ({how})"
     yield Advice(cause, change, total_s / step_s, bound="at most" if view.device == "cpu" else "about")
 
 
@@ -212,18 +235,18 @@ def _too_small(view: View) -> Iterator[Advice]:
     why = "Exchanging gradients costs more than it saves" if is_large else "The model is too small for several devices"
     cause = f"{why}: computing is {view.share('forward', 'backward')} of the step on {view.num_ranks} devices"
     # With several threads, those of small operations wait for each other.
-    flags, bound = ("--devices 1 --threads 1", "at least") if view.device == "cpu" else ("--devices 1", "about")
-    yield Advice(cause, f"one device ({flags})", view.part("total") / alone_s, bound=bound)
+    how, bound = (view.how("one thread"), "at least") if view.device == "cpu" else ("--devices 1", "about")
+    yield Advice(cause, f"one device ({how})", view.part("total") / alone_s, bound=bound)
 
 
 def _optimizer(view: View) -> Iterator[Advice]:
     # Over links between machines, ZeRO-1 exchanges in two halves that nothing hides: that takes longer than it saves.
     saved_s = view.part("optimizer") * (1 - 1 / view.num_ranks)
-    is_plain = view.run.config.get("strategy", "ddp") == "ddp" and num_machines(view.run) == 1
+    is_plain = view.run.config.get("strategy") == "ddp" and num_machines(view.run) == 1
     if not is_plain or saved_s < _DIVIDED_SHARE * view.part("total"):
         return
     cause = f"The optimizer is {view.share('optimizer')} of the step, the same on every rank"
-    yield Advice(cause, "dividing it among the ranks (--strategy ddp-zero1)", view.gain(saved_s))
+    yield Advice(cause, f"dividing it among the ranks ({view.how('zero')})", view.gain(saved_s))
 
 
 def _larger_batch(view: View) -> Iterator[Advice]:
@@ -235,39 +258,39 @@ def _larger_batch(view: View) -> Iterator[Advice]:
             return
         fixed_s, pieces = view.part("wire", "optimizer"), _TIMES * (view.number("accumulate") or 1)
         cause = f"Exposed communication is {view.share('wire')} of the step"
-        flags = f"--accumulate {pieces} with a global batch {_TIMES} times as large"
-        change = f"exchanging gradients once for {pieces} micro-batches ({flags})"
+        change = f"exchanging gradients once for {pieces} micro-batches ({view.how('accumulate', pieces, _TIMES)})"
     else:
         fixed_s = view.part("wire", "optimizer", "other")
         if fixed_s < _OVERHEAD * view.part("total"):
             return
         size = f" {_TIMES * batch}" if batch else ""
         cause = f"{view.share('wire', 'optimizer', 'other')} of the step does not depend on the number of samples"
-        change = f"a global batch {_TIMES} times as large (--global-batch-size{size})"
+        change = f"a global batch {_TIMES} times as large ({view.how('batch', size)})"
     yield Advice(cause, change, view.gain(rarer * fixed_s), keeps_run=False)
 
 
 def _pauses(view: View) -> Iterator[Advice]:
-    for kind, flag in (("evaluation", "--eval-every"), ("checkpoint", "--checkpoint-every")):
+    for kind in ("evaluation", "checkpoint"):
         paused_s = sum(event.seconds or 0.0 for event in view.run.events if event.event == kind)
         share = paused_s / (view.figures.total_s or math.inf)
         cause = f"Training pauses for {kind}s during {share:.0%} of the run"
-        yield Advice(cause, f"half as many of them ({flag} STEPS)", 1 / (1 - min(share, 0.99) / 2))
+        yield Advice(cause, f"half as many of them ({view.how(kind)})", 1 / (1 - min(share, 0.99) / 2))
 
 
 # Ways to exchange gradients, with whether they keep the results of training. Those that compress have a ratio.
 _METHODS = {
-    "rounding gradients for the exchange (--compression bf16)": (Method("bf16", cost=Cost(0.5)), True),
-    "rounding gradients to 8 bits, with error feedback (--compression int8)": (Method("int8", cost=Cost(0.25)), True),
-    "exchanging parameters every 8 steps (--strategy local-sgd)": (Method("local-sgd", sync_every=8), False),
+    "rounding gradients for the exchange": (Method("bf16", cost=Cost(0.5)), True),
+    "rounding gradients to 8 bits, with error feedback": (Method("int8", cost=Cost(0.25)), True),
+    "exchanging parameters every 8 steps": (Method("local-sgd", sync_every=8), False),
 }
 
 
 def _exchange(view: View) -> Iterator[Advice]:
     network, cause = view.network, f"Exposed communication is {view.share('wire')} of the step"
-    if view.run.config.get("strategy", "ddp") != "ddp":
+    if view.run.config.get("strategy") != "ddp":
         return
-    for change, (method, keeps_run) in _METHODS.items():
+    for effect, (method, keeps_run) in _METHODS.items():
+        change = f"{effect} ({view.how(method.name)})"
         is_rounding = method.name == "bf16"
         if keeps_run and view.run.config.get("compression") is not None:
             continue
@@ -419,7 +442,7 @@ def _where(view: View) -> str:
         return ", ".join(f"{percents[name]}% {PARTS[name].label}" for name in largest if (name in named) == is_named)
 
     if view.is_starved:
-        text = f"Of a step, {share}% is waiting for a core, as {who_has_the_cores(view.cores)[0]}"
+        text = f"Of a step, {share}% is waiting for a core, as {who_has_the_cores(view)[0]}"
     else:
         text = f"Of a step, {share}% is computing{' (well used)' * (share >= GOOD_BUSY)}: {listed(is_named=True)}"
     if rest := listed(is_named=False):

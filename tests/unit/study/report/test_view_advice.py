@@ -29,7 +29,7 @@ def facts(num_ranks=4, num_machines=1, device="cuda", straggler=None, cores=None
         straggler=straggler,
     )
     hosts = [{"host": f"host {rank % num_machines}"} for rank in range(num_ranks)]
-    session = {"workers": 2, "gradient_bytes": MIB, "ranks": hosts, "settings": changes, **changes}
+    session = {"workers": 2, "strategy": "ddp", "gradient_bytes": MIB, "ranks": hosts, "settings": changes, **changes}
     events = [Event(event=name, step=number, seconds=seconds) for number, (name, seconds) in enumerate(pauses)]
     run = Recorded(Path("run"), [session], {0: RankRecord(0, events=events)}, [])
     return View(run, figures, None, cores, "net", device, num_ranks)
@@ -213,3 +213,28 @@ def test_on_cpus_workers_are_advised_only_where_they_gain_much():
         found = advise(facts(data_wait_s=wait_s, workers=0, device="cpu"))
         workers = [advice.gain for advice in found if "--workers" in advice.change]
         assert workers == ([] if gain is None else [pytest.approx(gain)])
+
+
+def test_a_script_is_told_what_it_can_write_and_not_flags_that_lockstep_run_refuses():
+    def changes(**planted):
+        return [advice.change for advice in advise(facts(recorded_by="monitor", **planted))]
+
+    assert changes(data_wait_s=0.188, workers=0) == [
+        "2 loader workers per rank instead of 0 (DataLoader(num_workers=2))"
+    ]
+    assert changes(wire_s=0.092, gradient_bytes=100 * MIB) == [
+        'rounding gradients for the exchange (lockstep.DistributedDataParallel(compression="bf16"))',
+        "exchanging gradients once for 4 micro-batches (no_sync() around all but the last)",
+    ]
+    assert changes(forward_s=0.001, backward_s=0.002, wire_s=0.020, device="cpu", global_batch_size=64) == [
+        "one device (--devices 1, and torch.set_num_threads(1))",
+        "a global batch 4 times as large (batch_size of the DataLoader)",
+    ]
+    assert changes(optimizer_s=0.040) == ["dividing it among the ranks (lockstep.ZeroRedundancyOptimizer)"]
+    # Of an engine that is not known, nothing is advised.
+    assert changes(optimizer_s=0.040, strategy=None) == []
+    assert changes(pauses=[("evaluation", 0.2)]) == ["half as many of them (in the loop of the script)"]
+    crowd = Cores(total=2, ranks=2.0, others=0.0, stolen=0.0, throttled=0.0, num_ranks=2, threads=4)
+    assert changes(core_wait_s=0.9, device="cpu", cores=crowd) == [
+        "fewer threads (torch.set_num_threads(1), or OMP_NUM_THREADS=1)"
+    ]
