@@ -30,7 +30,7 @@ from lockstep.data.order import Purpose, ShardOrder, mix, seed_cpu
 from lockstep.data.shards import HasShardOrder
 from lockstep.loop.instrument import Instrument
 from lockstep.study.verify.fingerprint import DOUBLE, SINGLE, Fingerprint, Tolerance, fingerprint, fingerprint_model
-from lockstep.train.settings import Settings, StrategyName
+from lockstep.train.settings import Settings
 from lockstep.train.task import Loss, Task, call_optimizer, load_task
 
 # One process with the whole batch; one that simulates N ranks, share after share; or N real ranks.
@@ -106,16 +106,12 @@ class Experiment:
     Attributes:
         reproducible: Number of virtual shards, or None for the ordinary mode.
         watched: Whether it is a counterfactual run, with random numbers seeded by share; the plain run is not changed.
-        strategy: Of ranks.
-        is_sgd: Whether parameters are updated by SGD instead of the task's optimizer.
     """
 
     division: Division
     off: Off = frozenset()
     reproducible: int | None = None
     watched: bool = True
-    strategy: StrategyName = "ddp"
-    is_sgd: bool = False
 
 
 # Batch statistics.
@@ -606,8 +602,6 @@ class SandboxedTask:
         return model
 
     def _optimizer(self, model: nn.Module) -> Any:
-        if self._sandbox.experiment.is_sgd:
-            return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
         with self._sandbox.rank_view():
             optimizer = call_optimizer(self._plain.optimizer, model)
         if isinstance(optimizer, Optimizer):

@@ -101,7 +101,7 @@ class FitLoop:
     def __init__(self, sandbox: Sandbox, world: World) -> None:
         on_ranks = sandbox.experiment.division == "ranks"
         task = sandbox.load_task(world.rank if on_ranks else 0)
-        strategy: StrategyName = sandbox.experiment.strategy if on_ranks else "single"
+        strategy: StrategyName = "ddp" if on_ranks else "single"
         settings = replace(sandbox.subject.settings, reproducible=sandbox.experiment.reproducible)
         try:
             self._trainer = Trainer(task.task, settings, world, strategy=strategy, devices=[world.device])
