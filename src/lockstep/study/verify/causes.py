@@ -1,6 +1,6 @@
 """Why two runs differ: experiments on determinism, on the division of a batch, and on the ranks' state."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, TypeVar
@@ -9,7 +9,7 @@ from lockstep.comm.world import World
 from lockstep.study.verify.fingerprint import EXACT, Kind, Tolerance, Trace, TraceComparison, compare
 from lockstep.study.verify.interventions import PRIVATE, Division, Experiment, Given, Off, Subject, Switch
 from lockstep.study.verify.reference_loop import StepWeights, explain, measure_weights, perform
-from lockstep.study.verify.verdict import FIXES_OF_TASK, Cause, Diagnosis, Row
+from lockstep.study.verify.verdict import FIXES_OF_TASK, Cause, Diagnosis, Row, by_design
 from lockstep.train.plan import plural
 
 OWN_PART = "Train with --reproducible {num}, which combines what all parts write, or all-reduce it yourself."
@@ -108,16 +108,12 @@ class Findings:
         """Record an experiment that failed, which excludes nothing."""
         self.rows.append(Row.failed(trial, pair, reason))
 
-    def add_draws(self, draws: Iterable[str]) -> None:
-        """Add that forward draws random numbers."""
-        drawn = f"random numbers ({', '.join(draws)})"
-        self.add(Cause.RANDOM, f"Forward draws {drawn}, and each part of the batch gets others than the whole.")
-
-    def add_norms(self, norms: Sequence[str]) -> None:
-        """Add that batch norm layers use the statistics of a part."""
-        where = f" ({', '.join(norms[:3])}{' ...' if len(norms) > 3 else ''})" if norms else ""
-        evidence = f"Each rank normalises with the mean and variance of its own part of the batch{where}."
-        self.add(Cause.BATCHNORM, evidence)
+    def add_by_design(self, draws: Sequence[str], norms: Sequence[str]) -> tuple[str, ...]:
+        """Add what makes ranks differ by design, and return it in words."""
+        found = [*by_design(draws, norms)]
+        for _, cause, evidence in found:
+            self.add(cause, evidence)
+        return tuple(words for words, *_ in found)
 
     def compare(
         self, trial: str, pair: str, expected: Outcome, actual: Outcome, tolerance: Tolerance, skip: Sequence[Kind] = ()
@@ -156,12 +152,7 @@ def study_apart(findings: Findings, norms: Mapping[str, str], run: Run) -> tuple
     # All must draw in the same way: a constant hides how likely it was.
     if comparison is None or not comparison.same or any(isinstance(one, str) or one.draws != draws for one in ranks):
         return ()
-    if draws:
-        findings.add_draws(draws)
-    if local:
-        findings.add_norms(local)
-    masks = "dropout masks" if all(draw.startswith("dropout") for draw in draws) else "random numbers in forward"
-    return (masks,) * bool(draws) + ("batch norm statistics",) * bool(local)
+    return findings.add_by_design(draws, local)
 
 
 # Does one process give the same run twice? If not, what has to be turned off?
@@ -253,10 +244,9 @@ def study_division(findings: Findings, lab: Lab, world: World) -> Outcome:
             other = divide(everything - {switch}, f"all but {_OF_DIVISION[switch]}")
             if other is not None and not other.same:
                 switches.add(switch)
-    if "random" in switches:
-        findings.add_draws(sorted({draw for trace in traces for draw in trace.draws}))
-    if "batchnorm" in switches:
-        findings.add_norms([*lab.given.norms])
+    draws = sorted({draw for trace in traces for draw in trace.draws}) if "random" in switches else ()
+    norms = [*lab.given.norms] or ["F.batch_norm"]
+    findings.add_by_design(draws, norms if "batchnorm" in switches else ())
     if "state" in switches:
         written = {name for trace in traces for name in trace.written}
         changed = [one for one in plain.differences if one.kind in ("buffer", "parameter") and one.name in written]

@@ -21,7 +21,7 @@ from lockstep.study.verify.script.script_causes import (
     structural,
 )
 from lockstep.study.verify.script.trace import ScriptTrace
-from lockstep.study.verify.verdict import Cause, Diagnosis, Row, Setup, Verification
+from lockstep.study.verify.verdict import Cause, Diagnosis, Row, Setup, Verification, by_design
 
 
 def verify_script(
@@ -157,15 +157,10 @@ def _causes(findings: Sequence[Diagnosis]) -> set[Cause]:
 
 def _by_design(off: Sequence[str], one: ScriptTrace) -> Iterator[tuple[str, Diagnosis]]:
     """Yield what makes the runs differ, if they are the same without it, each with its diagnosis."""
-    if "random" in off:
-        is_dropout = all("bernoulli" in draw or "dropout" in draw for draw in one.draws)
-        what = "dropout masks" if is_dropout else "random numbers in forward"
-        draws = ", ".join(one.draws) or "in the data set"
-        evidence = f"Each rank draws its own random numbers ({draws})."
-        if any(pass_.is_prepared for pass_ in one.passes):
-            evidence += " On one rank, samplers draw from the same generator, so later epochs have another order."
-        yield what if one.draws else "random augmentation", diagnosis(Cause.RANDOM, evidence)
-    if "batchnorm" in off:
-        norms = ", ".join(one.norms[:3])
-        evidence = f"Each rank normalises with the mean and variance of its own samples ({norms})."
-        yield "batch norm statistics", diagnosis(Cause.BATCHNORM, evidence)
+    found = [*by_design(one.draws, one.norms)]
+    if "random" in off and not one.draws:
+        found.insert(0, ("random augmentation", Cause.RANDOM, "Each rank draws its own random numbers for samples."))
+    is_prepared = any(pass_.is_prepared for pass_ in one.passes)
+    order = " On one rank, samplers draw from the same generator, so later epochs have another order."
+    for words, cause, evidence in found:
+        yield words, diagnosis(cause, evidence + order * (is_prepared and cause is Cause.RANDOM))
