@@ -150,7 +150,8 @@ class Row:
 
     @classmethod
     def failed(cls, turned_off: str, compared: str, reason: str) -> "Row":
-        """Return an experiment that failed."""
+        """Return an experiment that failed, with the first line of the reason."""
+        reason = reason.partition("\n")[0]
         return cls(turned_off, compared, f"failed: {reason}", False, reason)
 
 
