@@ -1,6 +1,5 @@
 """Strategies local-sgd and diloco in `fit`: equal to DDP where they should be, and resumed by any number of ranks."""
 
-import json
 from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import patch
@@ -12,16 +11,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import lockstep
-from lockstep.cli import main
 from lockstep.errors import ConfigurationError
-from lockstep.study.verify import diagnose
-from lockstep.study.verify.diagnose import verify_exchanges
 from lockstep.train.run import Run
 from lockstep.train.settings import Settings
 from lockstep.train.trainer import Trainer
 from tests.distributed.test_hierarchy import MACHINES, on_machines
 from tests.training import make_task, mean_loss, read_state, relative_error, samples, token_loss, whole_batch
-from tests.verifying import FAULTS, processes_of
 
 SGD = {"optimizer": lambda params: torch.optim.SGD(params, lr=0.1)}
 PLAIN = {"sync_every": 1, "outer_lr": 1.0, "outer_momentum": 0.0}
@@ -320,26 +315,3 @@ def test_synchronised_layers_are_refused(ranks):
             "SyncBatchNorm exchanges statistics in every step, but strategy local-sgd does not communicate in "
             "every step."
         )
-
-
-def test_verify_reports_another_run_by_design(ranks, monkeypatch, capsys):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(diagnose, "run_ranks", processes_of(ranks))
-    flags = ["--devices", "2", "--strategy", "diloco", "--fragments", "2"]
-    assert main(["verify", str(FAULTS / "sound.py"), *flags]) == 0
-    words = " ".join(capsys.readouterr().out.split())
-    assert "The run differs by design: with diloco, ranks train independently between exchanges." in words
-    assert "All rules hold." in words
-    assert words.count(" holds ") >= 3
-
-
-def test_verify_finds_what_does_not_hold(ranks, monkeypatch):
-    """A data set that depends on the rank: samples are trained on twice, and others not at all."""
-    monkeypatch.setattr(diagnose, "run_ranks", processes_of(ranks))
-    found = verify_exchanges(str(FAULTS / "data_order.py"), "local-sgd", settings=Settings())
-    assert [rule.holds for rule in found.rules] == [True, True, False]
-    assert found.rules[2].found.startswith("step 0: ")
-    record = json.loads(found.to_json())
-    assert record.keys() == {"version", "task", "strategy", "rules", "by_design", "holds"}
-    assert (record["task"], record["by_design"], record["holds"]) == ("data_order.py", True, False)
-    assert record["rules"][2].keys() == {"text", "holds", "found"}

@@ -21,7 +21,7 @@ from lockstep.launcher import fork_server
 from lockstep.study.common import console, to_json
 from lockstep.study.rehearse.fault_rules import check_ranks, describe_kinds, parse
 from lockstep.telemetry.cost import Price
-from lockstep.train.settings import Settings, check_engine, read_settings
+from lockstep.train.settings import Settings, read_settings
 
 _DEVICES = click.option(
     "--devices", type=devices_of_flag, metavar="N", help="Devices; default: all GPUs, or 2 CPU processes."
@@ -223,7 +223,7 @@ def _verify_script(
     json_file: str | None,
     **settings: Any,
 ) -> int:
-    if names := [name for name, value in settings.items() if value not in (None, "ddp", Settings().seed)]:
+    if names := [name for name, value in settings.items() if value not in (None, Settings().seed)]:
         raise click.UsageError(f"--{names[0].replace('_', '-')} is for a task, and {command[0]} is a script.")
     check_writable(json_file)
     # Each run is forked from this process, so it must not use devices or threads.
@@ -240,11 +240,9 @@ def _verify_script(
 
 
 def _show_verified(verdict: Any, json_file: str | None) -> int:
-    from lockstep.study.verify.verdict import Verification
-
     console().print(verdict)
     write("findings", json_file, verdict.to_json())
-    return 0 if verdict.same else 3 if isinstance(verdict, Verification) and verdict.apart_from else EXIT_CODE
+    return 0 if verdict.same else 3 if verdict.apart_from else EXIT_CODE
 
 
 @command()
@@ -254,8 +252,6 @@ def _show_verified(verdict: Any, json_file: str | None) -> int:
     "--steps", type=int, default=4, show_default=True, metavar="N", help="Steps to train; of a script, each epoch."
 )
 @settings_options(Settings, "reproducible", "seed", "global_batch_size")
-@click.option("--strategy", type=click.Choice(["ddp", "local-sgd", "diloco"]), default="ddp", show_default=True)
-@settings_options(Settings, "sync_every", "fragments", "sync_delay", "outer_lr", "outer_momentum")
 @click.option("--minutes", type=click.FloatRange(min=0, min_open=True), metavar="M", help="For all runs of a script.")
 @click.option("--allow-writes", is_flag=True, help="Let the runs of a script change files.")
 @_JSON
@@ -263,7 +259,6 @@ def verify(
     task_file: str,
     devices: int | None,
     steps: int,
-    strategy: Any,
     minutes: float | None,
     allow_writes: bool,
     json_file: str | None,
@@ -284,18 +279,14 @@ def verify(
           the same to the bit, dropout and batch norm included?
       lockstep verify ddp.py --devices 2 -- --lr 0.1
           a script with its arguments, whatever it trains with
-      lockstep verify train.py --devices 2 --strategy diloco
-          a run that differs by design: do its rules hold?
     """
     from lockstep.study.verify import diagnose
 
     if minutes is not None or allow_writes:
         raise click.UsageError(f"--minutes and --allow-writes are for a script, and {task_file} is a task.")
     check_writable(json_file)
-    training_settings = Settings(**settings)
-    check_engine(strategy, training_settings)
-    run = diagnose.verify if strategy == "ddp" else partial(diagnose.verify_exchanges, strategy=strategy)
-    verification = run(task_file, devices=_num_devices(devices), steps=steps, settings=training_settings)
+    num_devices = _num_devices(devices)
+    verification = diagnose.verify(task_file, devices=num_devices, steps=steps, settings=Settings(**settings))
     return _show_verified(verification, json_file)
 
 

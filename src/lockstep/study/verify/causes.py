@@ -1,6 +1,6 @@
 """Why two runs differ: experiments on determinism, on the division of a batch, and on the ranks' state."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, TypeVar
@@ -10,7 +10,7 @@ from lockstep.comm.world import World
 from lockstep.study.verify.fingerprint import EXACT, Kind, Tolerance, Trace, TraceComparison, compare
 from lockstep.study.verify.interventions import PRIVATE, Division, Experiment, Given, Off, Subject, Switch
 from lockstep.study.verify.reference_loop import StepWeights, explain, measure_weights, perform
-from lockstep.study.verify.verdict import FIXES_OF_TASK, Cause, Diagnosis, Row
+from lockstep.study.verify.verdict import FIXES_OF_TASK, Cause, Diagnosis, Row, by_design
 
 OWN_PART = "Train with --reproducible {num}, which combines what all parts write, or all-reduce it yourself."
 OWN_GENERATOR = "Draw from the default generators of torch, Python and NumPy, and do not seed them in the task."
@@ -104,27 +104,19 @@ class Findings:
         text = (advice or FIXES_OF_TASK[cause]).format(num=self.subject.num_devices)
         self.diagnoses.append(Diagnosis(cause, evidence, text))
 
-    def add_failed(self, trial: str, pair: str, reason: str) -> None:
-        """Record an experiment that failed, which excludes nothing."""
-        self.rows.append(Row.failed(trial, pair, reason))
-
-    def add_draws(self, draws: Iterable[str]) -> None:
-        """Add that forward draws random numbers."""
-        drawn = f"random numbers ({', '.join(draws)})"
-        self.add(Cause.RANDOM, f"Forward draws {drawn}, and each part of the batch gets others than the whole.")
-
-    def add_norms(self, norms: Sequence[str]) -> None:
-        """Add that batch norm layers use the statistics of a part."""
-        where = f" ({', '.join(norms[:3])}{' ...' if len(norms) > 3 else ''})" if norms else ""
-        evidence = f"Each rank normalises with the mean and variance of its own part of the batch{where}."
-        self.add(Cause.BATCHNORM, evidence)
+    def add_by_design(self, draws: Sequence[str], norms: Sequence[str]) -> tuple[str, ...]:
+        """Add what makes ranks differ by design, and return it in words."""
+        found = [*by_design(draws, norms)]
+        for _, cause, evidence in found:
+            self.add(cause, evidence)
+        return tuple(words for words, *_ in found)
 
     def compare(
         self, trial: str, pair: str, expected: Outcome, actual: Outcome, tolerance: Tolerance, skip: Sequence[Kind] = ()
     ) -> TraceComparison | None:
         """Compare two runs and record the result, under what was turned off; None if either failed."""
         if isinstance(expected, str) or isinstance(actual, str):
-            self.add_failed(trial, pair, actual if isinstance(actual, str) else str(expected))
+            self.rows.append(Row.failed(trial, pair, actual if isinstance(actual, str) else str(expected)))
             return None
         comparison = compare(expected, actual, tolerance, skip=skip)
         self.rows.append(Row(trial, pair, str(comparison), comparison.same))
@@ -147,21 +139,15 @@ def study_apart(findings: Findings, norms: Mapping[str, str], run: Run) -> tuple
     local = [name for name, kind in norms.items() if "Sync" not in kind]
     off: Off = frozenset({"random", "batchnorm"}) if local else frozenset({"random"})
     one = run(off, "one")
-    draws = () if isinstance(one, str) else one[0].draws
+    draws = () if isinstance(one, str) else one[0].seen["random"]
     # --reproducible does not seed private generators.
     if any(draw.startswith(PRIVATE) for draw in draws) or not (draws or local):
         return ()
     ranks = run(off, "ranks")
     comparison = findings.compare(in_words(off), PLAIN_PAIR, one, ranks, findings.subject.tolerance)
     # All must draw in the same way: a constant hides how likely it was.
-    if comparison is None or not comparison.same or any(isinstance(one, str) or one.draws != draws for one in ranks):
-        return ()
-    if draws:
-        findings.add_draws(draws)
-    if local:
-        findings.add_norms(local)
-    masks = "dropout masks" if all(draw.startswith("dropout") for draw in draws) else "random numbers in forward"
-    return (masks,) * bool(draws) + ("batch norm statistics",) * bool(local)
+    is_alike = all(not isinstance(one, str) and one.seen["random"] == draws for one in ranks)
+    return findings.add_by_design(draws, local) if is_alike and comparison is not None and comparison.same else ()
 
 
 # Does one process give the same run twice? If not, what has to be turned off?
@@ -233,7 +219,7 @@ def study_division(findings: Findings, lab: Lab, world: World) -> Outcome:
     lab.begin("one process, the weights of its shares", world)
     weights = attempt(measure_weights, findings.subject, lab.given, lab.base, world.device)
     if isinstance(weights, str):
-        findings.add_failed("sample weighting", PAIR, weights)
+        findings.rows.append(Row.failed("sample weighting", PAIR, weights))
     if plain is None or isinstance(weights, str):
         findings.explained = False
         return run(NOTHING, "shares")
@@ -242,7 +228,7 @@ def study_division(findings: Findings, lab: Lab, world: World) -> Outcome:
     if kind != "right":
         others.add("weights")
     # Several causes may act at the same time. So all are turned off, and then one at a time is turned on.
-    live = others.union(*(trace.live for trace in traces))
+    live = others | {switch for trace in traces for switch, names in trace.seen.items() if names}
     suspects: list[Switch] = [switch for switch in _OF_DIVISION if switch in live]
     everything = frozenset(suspects)
     nothing = divide(everything, "all of the below") if suspects else plain
@@ -253,12 +239,11 @@ def study_division(findings: Findings, lab: Lab, world: World) -> Outcome:
             other = divide(everything - {switch}, f"all but {_OF_DIVISION[switch]}")
             if other is not None and not other.same:
                 switches.add(switch)
-    if "random" in switches:
-        findings.add_draws(sorted({draw for trace in traces for draw in trace.draws}))
-    if "batchnorm" in switches:
-        findings.add_norms([*lab.given.norms])
+    draws = sorted({draw for trace in traces for draw in trace.seen["random"]}) if "random" in switches else ()
+    norms = [*lab.given.norms] or ["F.batch_norm"]
+    findings.add_by_design(draws, norms if "batchnorm" in switches else ())
     if "state" in switches:
-        written = {name for trace in traces for name in trace.written}
+        written = {name for trace in traces for name in trace.seen["state"]}
         changed = [one for one in plain.differences if one.kind in ("buffer", "parameter") and one.name in written]
         what = f"the {changed[0].kind} {changed[0].name}" if changed else "a buffer or parameter"
         evidence = f"Forward changes {what} by the part of the batch that a rank has, so each rank has another."

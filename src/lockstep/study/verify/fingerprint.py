@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Literal, get_args
@@ -119,17 +119,13 @@ class Trace:
     Attributes:
         sizes: Number of samples of the data set (None for a stream) and of a global batch.
         initial: Before the first step.
-        draws: Names of the random operations that forward used; known only if they were watched.
-        written: Names of the parameters and buffers that forward changed; known only if they were watched.
-        live: Features that have an effect if turned off; known only if they were watched.
+        seen: What a `Watch` has seen of each feature; those of which it has seen nothing have no effect on the task.
     """
 
     sizes: dict[str, int | None]
     initial: ModelFingerprint
     steps: tuple[StepTrace, ...]
-    draws: tuple[str, ...] = ()
-    written: tuple[str, ...] = ()
-    live: frozenset[str] = frozenset()
+    seen: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def is_stream(self) -> bool:

@@ -30,7 +30,7 @@ from lockstep.data.order import Purpose, ShardOrder, mix, seed_cpu
 from lockstep.data.shards import HasShardOrder
 from lockstep.loop.instrument import Instrument
 from lockstep.study.verify.fingerprint import DOUBLE, SINGLE, Fingerprint, Tolerance, fingerprint, fingerprint_model
-from lockstep.train.settings import Settings, StrategyName
+from lockstep.train.settings import Settings
 from lockstep.train.task import Loss, Task, call_optimizer, load_task
 
 # One process with the whole batch; one that simulates N ranks, share after share; or N real ranks.
@@ -106,16 +106,12 @@ class Experiment:
     Attributes:
         reproducible: Number of virtual shards, or None for the ordinary mode.
         watched: Whether it is a counterfactual run, with random numbers seeded by share; the plain run is not changed.
-        strategy: Of ranks.
-        is_sgd: Whether parameters are updated by SGD instead of the task's optimizer.
     """
 
     division: Division
     off: Off = frozenset()
     reproducible: int | None = None
     watched: bool = True
-    strategy: StrategyName = "ddp"
-    is_sgd: bool = False
 
 
 # Batch statistics.
@@ -156,9 +152,9 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
     Attributes:
         current: The one whose `generators` are in place, if any.
         active: Whether random draws count: those of the data set do not.
-        draws: Names of the random operations; those of private generators begin with a text in `PRIVATE`.
-        written: Names of the parameters and buffers that forward changed.
-        live: The switches that have an effect on the task: it draws, writes, or uses batch norm.
+        seen: By the switch that turns them off: names of the random operations, also of those that are replaced (those
+            of private generators begin with a text in `PRIVATE`), of the parameters and buffers that forward changed,
+            and of the operators of batch norm.
     """
 
     current: ClassVar[Watch | None] = None
@@ -166,9 +162,7 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
     def __init__(self, off: Off) -> None:
         super().__init__()
         self.off, self.active = off, False
-        self.draws: set[str] = set()
-        self.written: set[str] = set()
-        self.live: set[Switch] = set()
+        self.seen: dict[Switch, set[str]] = {"random": set(), "state": set(), "batchnorm": set()}
         self._kept: dict[int, tuple[str, Tensor, Tensor]] = {}
 
     @contextmanager
@@ -188,7 +182,7 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
             # A buffer may also be replaced by another tensor, which no operator shows.
             for name, value in model.named_buffers():
                 if name in buffers and value is not buffers[name]:
-                    self._note_write(name)
+                    self.seen["state"].add(name)
                     if "state" in self.off:
                         owner, _, own_name = name.rpartition(".")
                         setattr(model.get_submodule(owner), own_name, buffers[name])
@@ -198,10 +192,10 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
         if schema_of(func).name == "aten::_local_scalar_dense" and not isinstance(args[0], Tensor):
             return args[0]  # torch passes a number that autograd has saved as a number, which the operator refuses
         if "batch_norm" in schema_of(func).name:
-            self.live.add("batchnorm")
+            self.seen["batchnorm"].add(schema_of(func).name)
         # Attention is tagged as random, but is so only with dropout.
         if self.active and torch.Tag.nondeterministic_seeded in func.tags and _dropout(func, args, kwargs) != 0.0:
-            self.note_draw(_name(func, args, kwargs))
+            self.seen["random"].add(_name(func, args, kwargs))
             result = _constant(func, args, kwargs) if "random" in self.off else func(*args, **kwargs)
         else:
             result = func(*args, **kwargs)
@@ -212,19 +206,10 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
                 if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor)
             ]
             for name, tensor, before in (self._kept[address] for address in written if address in self._kept):
-                self._note_write(name)
+                self.seen["state"].add(name)
                 if "state" in self.off:
                     tensor.copy_(before)
         return result
-
-    def note_draw(self, name: str) -> None:
-        """Count a draw of forward; also one that is replaced, as the evidence names what forward draws."""
-        self.draws.add(name)
-        self.live.add("random")
-
-    def _note_write(self, name: str) -> None:
-        self.written.add(name)
-        self.live.add("state")
 
     @contextmanager
     def generators(self) -> Iterator[None]:
@@ -263,7 +248,7 @@ def _seen(label: str, owner: Any, name: str, constant: Callable[..., Any], *, is
     def draw(*args: Any, **kwargs: Any) -> Any:
         if (watch := Watch.current) is None or not watch.active:
             return original(*args, **kwargs)
-        watch.note_draw(label.format(name))
+        watch.seen["random"].add(label.format(name))
         watch.active = False  # it may call others of these
         try:
             if "random" not in watch.off:
@@ -606,8 +591,6 @@ class SandboxedTask:
         return model
 
     def _optimizer(self, model: nn.Module) -> Any:
-        if self._sandbox.experiment.is_sgd:
-            return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
         with self._sandbox.rank_view():
             optimizer = call_optimizer(self._plain.optimizer, model)
         if isinstance(optimizer, Optimizer):

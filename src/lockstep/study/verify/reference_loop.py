@@ -101,7 +101,7 @@ class FitLoop:
     def __init__(self, sandbox: Sandbox, world: World) -> None:
         on_ranks = sandbox.experiment.division == "ranks"
         task = sandbox.load_task(world.rank if on_ranks else 0)
-        strategy: StrategyName = sandbox.experiment.strategy if on_ranks else "single"
+        strategy: StrategyName = "ddp" if on_ranks else "single"
         settings = replace(sandbox.subject.settings, reproducible=sandbox.experiment.reproducible)
         try:
             self._trainer = Trainer(task.task, settings, world, strategy=strategy, devices=[world.device])
@@ -169,9 +169,8 @@ def perform_and_keep(subject: Subject, experiment: Experiment, given: Given, wor
                     tensors["gradient"] = task.gradients
                 so_far.append(StepTrace(step, digests, loss, rates, tensors))
         norms = {name: type(one).__name__ for name, one in loop.models[0].named_modules() if is_batch_norm(one)}
-        watch = sandbox.watch
-        seen = tuple(sorted(watch.draws)), tuple(sorted(watch.written)), frozenset(watch.live)
-        traces = [Trace(loop.sizes, start, tuple(so_far), *seen) for start, so_far in zip(initial, steps, strict=True)]
+        seen: dict[str, tuple[str, ...]] = {name: tuple(sorted(names)) for name, names in sandbox.watch.seen.items()}
+        traces = [Trace(loop.sizes, start, tuple(so_far), seen) for start, so_far in zip(initial, steps, strict=True)]
         # Those that have changed.
         outside = (leaf for leaf, before in sandbox.outside.values() if fingerprint(leaf).digest != before)
         shapes = tuple(str(tuple(leaf.shape)) for leaf in outside)

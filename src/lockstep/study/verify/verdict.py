@@ -1,5 +1,6 @@
 """The verdict of `verify`, on a task or a script: causes and what to do about them, as sentences, tables and JSON."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from math import isfinite
@@ -50,14 +51,14 @@ class Cause(StrEnum):
 
 # What to do about a cause, in a task and in a script. ``{num}`` stands for the number of ranks.
 FIXES_OF_TASK = {
-    Cause.DATA: "Make the data set the same on every rank, in the same order, without rank, sets or own generators.",
+    Cause.DATA: "Make the data set the same on every rank, in the same order: seed it without the rank, sort listings.",
     Cause.WEIGHTING: "Return lockstep.Loss(total, count) from the loss: the sum of its parts and their number.",
     Cause.RANDOM: "Train with --reproducible {num}: each part of the batch then has random numbers of its own.",
     Cause.BATCHNORM: (
         "Use lockstep.SyncBatchNorm.convert_sync_batchnorm(model) in Task.model, or train with --reproducible {num}, "
         "or use a norm that treats each sample separately, such as GroupNorm."
     ),
-    Cause.RATES: "Let the learning rate depend on the global batch only: in Task.optimizer and in Task.schedule.",
+    Cause.RATES: "Let the learning rate depend on the global batch and the number of updates only, also in a schedule.",
     Cause.BUFFERS: "Change buffers and parameters in the same way on every rank: from values that all ranks have.",
     Cause.PARAMETERS: "Keep what forward computes in a buffer, which --reproducible {num} combines, or all-reduce it.",
     Cause.OPERATOR: "Derive all from the seed; torch.use_deterministic_algorithms(True) replaces or names operators.",
@@ -73,13 +74,10 @@ FIXES_OF_TASK = {
     Cause.MODEL: "Build the same model on every rank: do not seed in Task.model, nor use rank and world size there.",
 }
 FIXES_OF_SCRIPT = {
-    Cause.DATA: "Make data set and split the same on every rank: seed what makes them without the rank, sort listings.",
+    **{cause: FIXES_OF_TASK[cause] for cause in (Cause.DATA, Cause.RATES, Cause.BUFFERS, Cause.OPERATOR)},
     Cause.WEIGHTING: "Weight each rank by what its loss counts: lockstep.backward(loss, mean_over=count).",
     Cause.RANDOM: "Nothing: it is so by design. lockstep train --reproducible draws the same numbers on any devices.",
     Cause.BATCHNORM: "Convert the model: lockstep.SyncBatchNorm.convert_sync_batchnorm(model).",
-    Cause.RATES: "Let learning rates and schedules depend on the global batch and the number of updates only.",
-    Cause.BUFFERS: "Change buffers and copies of the model in the same way on every rank: from values that all have.",
-    Cause.OPERATOR: "Seed the script; torch.use_deterministic_algorithms(True) replaces or names operators.",
     Cause.COUPLED: "Gather what samples need of each other from all ranks, and make each term a mean over samples.",
     Cause.CLIPPED: "Clip after the gradients were averaged: after backward, and before optimizer.step().",
     Cause.TERM: "Add the penalty once: to the loss of every rank if gradients are averaged, or use weight_decay.",
@@ -115,6 +113,23 @@ class Diagnosis:
     tried: str = ""
 
 
+def by_design(draws: Sequence[str], norms: Sequence[str]) -> Iterator[tuple[str, Cause, str]]:
+    """Yield what makes ranks differ from one process by design: in words, its cause, and the evidence.
+
+    Args:
+        draws: Names of the random operations of forward.
+        norms: Layers that normalise with the statistics of a part.
+    """
+    if draws:
+        words = "dropout masks" if all("dropout" in draw for draw in draws) else "random numbers in forward"
+        drawn = f"random numbers ({', '.join(draws)})"
+        yield words, Cause.RANDOM, f"Forward draws {drawn}, and each part of the batch gets others than the whole."
+    if norms:
+        where = f"{', '.join(norms[:3])}{' ...' if len(norms) > 3 else ''}"
+        evidence = f"Each rank normalises with the mean and variance of its own part of the batch ({where})."
+        yield "batch norm statistics", Cause.BATCHNORM, evidence
+
+
 @dataclass(frozen=True)
 class Row:
     """One experiment, for the table.
@@ -135,7 +150,8 @@ class Row:
 
     @classmethod
     def failed(cls, turned_off: str, compared: str, reason: str) -> "Row":
-        """Return an experiment that failed."""
+        """Return an experiment that failed, with the first line of the reason."""
+        reason = reason.partition("\n")[0]
         return cls(turned_off, compared, f"failed: {reason}", False, reason)
 
 

@@ -43,7 +43,7 @@ def test_draws_become_constants_that_are_not_zero(name):
         watch.active = True
         values = [DRAWS[name](n) for n in (3, 8, 8)]
     assert len({float(value) for part in values for value in part}) == 1
-    assert watch.draws
+    assert watch.seen["random"]
     if name != "randint":
         assert float(values[0][0]) != 0
 
@@ -64,7 +64,7 @@ def test_draws_are_left_alone_unless_turned_off(name):
         watch.active = True
         found = DRAWS[name](50)
     assert torch.equal(found, expected)
-    assert watch.draws == {NAMES.get(name, f"torch {name.strip('_')}")}
+    assert watch.seen["random"] == {NAMES.get(name, f"torch {name.strip('_')}")}
 
 
 def test_private_generators_of_python_and_numpy_are_constant_while_active():
@@ -74,7 +74,7 @@ def test_private_generators_of_python_and_numpy_are_constant_while_active():
         assert python.random() == random.Random(7).random() != python.random()
         watch.active = True
         assert len({python.random() for _ in range(3)}) == len(set(numpy.random(9))) == 1
-    assert watch.draws == {"random.Random", "numpy generator.random"}
+    assert watch.seen["random"] == {"random.Random", "numpy generator.random"}
 
 
 def test_generators_are_passed_on_as_scipy_and_scikit_learn_do():
@@ -91,7 +91,7 @@ def test_generators_are_passed_on_as_scipy_and_scikit_learn_do():
         watch.active = True
         assert generator.spawn(1)[0].random(3).std() == check_random_state(None).rand(3).std() == 0
         assert len(set(copied.sample(range(9), 3))) == 3  # without waiting for another constant
-    assert watch.draws == {"numpy generator.random", "numpy.random.rand", "random.Random"}
+    assert watch.seen["random"] == {"numpy generator.random", "numpy.random.rand", "random.Random"}
     np.random.seed(5)
     expected = np.random.rand()
     with Watch(frozenset()).generators():
@@ -104,7 +104,7 @@ def test_attention_without_dropout_draws_nothing():
     with watch:
         watch.active = True
         F.scaled_dot_product_attention(*[torch.ones(1, 1, 3, 4)] * 3)
-    assert watch.draws == set()
+    assert watch.seen["random"] == set()
 
 
 def test_modules_are_as_they_were_afterwards():
@@ -148,7 +148,7 @@ def test_what_forward_writes_is_undone():
     assert not model.replaced.any()
     assert model.weight.abs().min() > 0
     assert not model.bias.any()
-    assert watch.live == {"state"}
+    assert watch.seen == {"random": set(), "state": {"written", "replaced", "weight"}, "batchnorm": set()}
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_what_could_be_turned_off_is_seen(live, forward):
     with (watch := Watch(frozenset())), watch.forward(model):
         watch.active = True
         forward(model, x)
-    assert watch.live == live
+    assert {switch for switch, names in watch.seen.items() if names} == live
 
 
 def test_samples_are_recorded_and_replaced():

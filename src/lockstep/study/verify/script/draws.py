@@ -50,11 +50,11 @@ class Draws:
         """Leave out what is drawn inside the block; afterwards, the script's draws count."""
         self.note()
         self.watch.active = True
-        names = set(self.watch.draws)
+        names = set(self.watch.seen["random"])
         try:
             yield
         finally:
-            self.watch.draws = names
+            self.watch.seen["random"] = names
             self._before = generator_states()
 
     def forget(self) -> None:

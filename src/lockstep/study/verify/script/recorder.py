@@ -77,7 +77,7 @@ class ScriptRecorder:
             {"samples of the data set": 0},  # the sampler, not the data set, says how many there are
             initial,
             tuple(self._updates.steps),
-            draws=tuple(sorted(self._draws.watch.draws)),
+            {"random": tuple(sorted(self._draws.watch.seen["random"]))},
             passes=tuple(self._data.passes),
             norms=tuple(sorted(self._updates.norms)),
             precision=self._updates.precision[1],

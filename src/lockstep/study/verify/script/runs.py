@@ -62,10 +62,6 @@ def count_devices() -> int:
     return fork_server.ForkedProcess(pid).wait()
 
 
-class OutOfTime(Exception):
-    """The time for all runs is over."""
-
-
 class Runs:
     """Runs a script as it is, or with features turned off.
 
@@ -95,11 +91,10 @@ class Runs:
         self._num_runs, self._first_s, self.cuts = 0, 0.0, True
 
     def run(self, num_ranks: int, *off: str) -> tuple[list[ScriptTrace], str]:
-        """Return the trace of each rank, and what the script ended with if it has failed.
+        """Return the trace of each rank, and what the script ended with if it has failed, or that the time is over.
 
         Raises:
             ConfigurationError: The script cannot be run, or the time was over before two runs were done.
-            OutOfTime: It was over in a later run.
             Stopped: A signal arrived, and the ranks have ended.
         """
         self._num_runs += 1
@@ -108,7 +103,7 @@ class Runs:
         self._report(f"run {self._num_runs} of at most {5 if self.cuts else 6}: {what}{took}")
         began_s = time.monotonic()
         if began_s > self._end_s:
-            raise self._out_of_time(what)
+            return [], self._out_of_time(what)
         # Ranks leave through the stack of the child with SystemExit, so nothing here is to be undone by them.
         scratch = Path(tempfile.mkdtemp(prefix="lockstep-verify-")).resolve()
         outcome = os.open(scratch / "outcome", os.O_RDWR | os.O_CREAT, 0o600)
@@ -125,7 +120,7 @@ class Runs:
                 file.seek(0)
                 written = file.read()
         except subprocess.TimeoutExpired:
-            raise self._out_of_time(what) from None
+            return [], self._out_of_time(what)
         finally:
             try:
                 _end(child)
@@ -140,11 +135,11 @@ class Runs:
             raise error
         return [pickle.loads(trace) if trace else ScriptTrace({}, {}, ()) for trace in traces], failure
 
-    def _out_of_time(self, what: str) -> Exception:
+    def _out_of_time(self, what: str) -> str:
         stopped = f"Stopped after {self._minutes:g} minutes (--minutes)"
-        if self._num_runs > 2:
-            return OutOfTime(f"{stopped}: run {self._num_runs} ({what}) is missing.")
-        return ConfigurationError(
+        if self._num_runs > (2 if self.cuts else 3):
+            return f"{stopped}: run {self._num_runs} ({what}) is missing."
+        raise ConfigurationError(
             f"{stopped}, before run {self._num_runs} ({what}) was done, and verify compares two.\nGive more minutes."
         )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from lockstep.errors import ConfigurationError
 from lockstep.study.common import log
-from lockstep.study.verify.script.runs import OutOfTime, Runs
+from lockstep.study.verify.script.runs import Runs
 from lockstep.study.verify.script.script_causes import (
     EXPLAINS,
     are_padded,
@@ -21,7 +21,7 @@ from lockstep.study.verify.script.script_causes import (
     structural,
 )
 from lockstep.study.verify.script.trace import ScriptTrace
-from lockstep.study.verify.verdict import Cause, Diagnosis, Row, Setup, Verification
+from lockstep.study.verify.verdict import Cause, Diagnosis, Row, Setup, Verification, by_design
 
 
 def verify_script(
@@ -94,11 +94,11 @@ def _judge(
     draws = one.is_augmented or any(step.drawn for step in one.steps)
     off = ["random"] * draws + ["batchnorm"] * bool(one.norms)
     if off and not comparison.same and not _causes(findings) & EXPLAINS:
-        clean, failure = _attempt(runs, 1, *off)
-        clean_ranks, failure = ([], failure) if failure else _attempt(runs, len(ranks), *off)
+        clean, failure = runs.run(1, *off)
+        clean_ranks, failure = ([], failure) if failure else runs.run(len(ranks), *off)
         trial = " and ".join(off), "one rank, ranks"
         if failure:  # then nothing is known about the rest
-            return replace(result, rows=(Row.failed(*trial, failure.partition("\n")[0]),))
+            return replace(result, rows=(Row.failed(*trial, failure),))
         one, *ranks = (replace(trace, **made) for trace in (*clean, *clean_ranks))
         without = compare_traces(one, ranks)
         result = replace(result, rows=(Row(*trial, str(without), without.same),), explained=without.same)
@@ -126,22 +126,13 @@ def _explain(
     if first is not None and not _causes(findings) & EXPLAINS:
         findings += of_means(one, ranks, first)
     if not findings:
-        again, failure = _attempt(runs, 1, *off)
+        again, failure = runs.run(1, *off)
         repeated, trial = compare_traces(one, again or [one]), ("nothing else", "one rank, twice")
-        row = Row(*trial, str(repeated), repeated.same)
-        row = Row.failed(*trial, failure.partition("\n")[0]) if failure else row
+        row = Row.failed(*trial, failure) if failure else Row(*trial, str(repeated), repeated.same)
         result = replace(result, rows=(*result.rows, row))
         if not failure and not repeated.same:
             findings.append(diagnosis(Cause.OPERATOR, f"One rank, run twice, gives another {repeated.first}."))
     return _with_findings(result, findings)
-
-
-def _attempt(runs: Runs, num_ranks: int, *off: str) -> tuple[list[ScriptTrace], str]:
-    """Run an experiment; return also why it proves nothing, as the script fails or the time is over."""
-    try:
-        return runs.run(num_ranks, *off)
-    except OutOfTime as over:
-        return [], str(over)
 
 
 def _with_findings(result: Verification, findings: Sequence[Diagnosis]) -> Verification:
@@ -157,15 +148,11 @@ def _causes(findings: Sequence[Diagnosis]) -> set[Cause]:
 
 def _by_design(off: Sequence[str], one: ScriptTrace) -> Iterator[tuple[str, Diagnosis]]:
     """Yield what makes the runs differ, if they are the same without it, each with its diagnosis."""
-    if "random" in off:
-        is_dropout = all("bernoulli" in draw or "dropout" in draw for draw in one.draws)
-        what = "dropout masks" if is_dropout else "random numbers in forward"
-        draws = ", ".join(one.draws) or "in the data set"
-        evidence = f"Each rank draws its own random numbers ({draws})."
-        if any(pass_.is_prepared for pass_ in one.passes):
-            evidence += " On one rank, samplers draw from the same generator, so later epochs have another order."
-        yield what if one.draws else "random augmentation", diagnosis(Cause.RANDOM, evidence)
-    if "batchnorm" in off:
-        norms = ", ".join(one.norms[:3])
-        evidence = f"Each rank normalises with the mean and variance of its own samples ({norms})."
-        yield "batch norm statistics", diagnosis(Cause.BATCHNORM, evidence)
+    draws = one.seen["random"]
+    found = [*by_design(draws, one.norms)]
+    if "random" in off and not draws:
+        found.insert(0, ("random augmentation", Cause.RANDOM, "Each rank draws its own random numbers for samples."))
+    is_prepared = any(pass_.is_prepared for pass_ in one.passes)
+    order = " On one rank, samplers draw from the same generator, so later epochs have another order."
+    for words, cause, evidence in found:
+        yield words, diagnosis(cause, evidence + order * (is_prepared and cause is Cause.RANDOM))
