@@ -37,7 +37,8 @@ def num_code_lines(text):
 
 
 def test_comments_docstrings_and_blank_lines_are_no_code():
-    text = '"""A module.\n\nLong."""\n\n# why\nX = (\n    1,  # one\n)\n\n\ndef f():\n    """F."""\n    return """a\n    b"""\n'
+    text = '"""A module.\n\nLong."""\n\n# why\nX = (\n    1,  # one\n)\n\n\n'
+    text += 'def f():\n    """F."""\n    return """a\n    b"""\n'
     assert num_code_lines(text) == 6
 
 
