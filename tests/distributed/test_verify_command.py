@@ -40,7 +40,8 @@ def test_a_fault_is_named_in_words_and_in_json(tmp_path, on_pool, capsys):
     assert words.startswith(
         "Not the same training run: 2 ranks differ from one process, first in the learning rate lr of group 0 at step "
         "0 (0.2 instead of 0.1). Cause: learning-rate rule. The ranks train with another learning rate lr of group 0 "
-        "at step 0 (0.2 instead of 0.1). Fix: Let the learning rate depend on the global batch only"
+        "at step 0 (0.2 instead of 0.1). Fix: Let the learning rate depend on the global batch and the number of "
+        "updates only"
     )
     assert "learning_rate_rule.py: one process and 2 ranks, steps 0 and 5, the epoch's last" in words
     record = json.loads(file.read_text())
