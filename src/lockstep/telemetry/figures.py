@@ -242,6 +242,9 @@ EVENT_COUNT = Metric("events/{event}", "lockstep_events_total", "events since th
 
 LOGGED = Metric("log/{name}", "lockstep_log", "number that a callback has logged")
 
+# For the reference.
+ALL_METRICS = (*METRICS, *RANK_METRICS, EVALUATION, EVENT_COUNT, LOGGED)
+
 
 def scalars(snapshot: Snapshot) -> dict[str, float]:
     """Return all known values by name, without evaluations, which have a step of their own."""

@@ -335,7 +335,7 @@ FROZEN = {
 OWN = ("lockstep_run_info", "lockstep_rank_info", "lockstep_updated_timestamp_seconds")
 """Of Prometheus alone."""
 
-ALL = (*figures.METRICS, *figures.RANK_METRICS, figures.EVALUATION, figures.EVENT_COUNT, figures.LOGGED)
+ALL = figures.ALL_METRICS
 
 
 def test_the_names_stay():
