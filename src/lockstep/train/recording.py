@@ -26,7 +26,6 @@ from lockstep.telemetry.record import Event, EventName
 from lockstep.telemetry.recorder import Place, Recorder, has_timeline, learning_rate_of
 from lockstep.telemetry.sinks import Subscriber
 from lockstep.telemetry.step_times import Number, StepMarks, StepTimes
-from lockstep.train.callbacks import RunView
 from lockstep.train.settings import FitSettings
 from lockstep.train.task import Task
 from lockstep.train.trainer import StepRecord, Trainer
@@ -117,10 +116,8 @@ class RunRecord:
         self._recorder.subscribe(display, (Event(**event) for event in recent))
         self._recorder.start()
 
-    def on_step_end(self, run: RunView) -> None:
+    def on_step_end(self, done: StepRecord) -> None:
         """Record a step that has just ended on the host. Does not block."""
-        done = run.last_step
-        assert done is not None, "it has just ended"
         step = done.timer.marks
         self._release(step.began_at)
         self._paused_at = None

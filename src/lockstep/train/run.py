@@ -162,7 +162,6 @@ class Run:
             self._show_plan(lines)
         self._report()
         self._record.deliver(None if self._settings.quiet else self._display, self._recent)
-        self._callbacks.given.insert(0, self._record)  # of which the live view and the sinks get their figures
         self._call("on_start")
         if not is_late and self._callbacks.have("on_start"):
             self.state.due.insert(0, Action.GRANT)
@@ -329,6 +328,7 @@ class Run:
         # With the last collective first: what follows is done by all ranks or by none.
         record = self._last_step = self.trainer.step()
         self._throughput.add(record)
+        self._record.on_step_end(record)  # of which the live view and the sinks get their figures
         self._call("on_step_end")
         self._find_due(checks=record.checks, compares=self._record.compares)
 
@@ -404,9 +404,8 @@ class Run:
         Each step sends what was asked for after the one before it, so that it is sent again if a rank is lost. Ranks
         that train alone send it until they exchange.
         """
-        since = 0 if self.trainer.strategy.averaging is not None else self.num_steps_done
-        stop, save = (self._asked.get(verb, -1) >= since for verb in ("stop", "save"))
-        return stop, save
+        since = 0 if self.trainer.strategy.averaging is not None else self.trainer.num_steps_done
+        return self._asked.get("stop", -1) >= since, self._asked.get("save", -1) >= since
 
     def _end_after(self, step: int) -> None:
         """End the run after this step, as a callback has asked for it."""
