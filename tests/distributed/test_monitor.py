@@ -304,7 +304,7 @@ def test_figures_of_all_ranks_of_a_script_go_to_a_view_and_to_sinks(ranks, tmp_p
     zero, one = ranks(2)(observe)
     assert one == ""
     assert zero.splitlines()[0] == f"metrics go to TensorBoard: tensorboard --logdir {tmp_path}/board"
-    assert re.search(r"^step \d+  loss \d\.\d{4}  \d+ samples/s  .* rank 1 is slowest$", zero, re.MULTILINE)
+    assert re.search(r"^step \d+  loss \d\.\d{4}  [\d.,]+ samples/s  .* rank 1 is slowest$", zero, re.MULTILINE)
     board = EventAccumulator(str(tmp_path / "board"))
     board.Reload()
     last = {tag: board.Scalars(tag)[-1].value for tag in board.Tags()["scalars"]}
