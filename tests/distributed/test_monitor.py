@@ -287,8 +287,11 @@ def test_figures_of_all_ranks_of_a_script_go_to_a_view_and_to_sinks(ranks, tmp_p
         try:
             with contextlib.redirect_stdout(shown):
                 watch = lockstep.monitor(model, optimizer, run_dir=tmp_path / "run", view="lines", log_to=log_to)
-                for _ in range(40):
+                for step in range(40):
                     loss = model(torch.ones(2, 4)).square().mean()
+                    (tmp_path / f"{step} of {world.rank}").touch()
+                    while not (tmp_path / f"{step} of 0").exists():  # it may have to wait for a core
+                        time.sleep(0.001)
                     time.sleep(0.03 * world.rank)
                     loss.backward()
                     optimizer.step()
@@ -301,11 +304,12 @@ def test_figures_of_all_ranks_of_a_script_go_to_a_view_and_to_sinks(ranks, tmp_p
     zero, one = ranks(2)(observe)
     assert one == ""
     assert zero.splitlines()[0] == f"metrics go to TensorBoard: tensorboard --logdir {tmp_path}/board"
-    assert re.search(r"^step \d+  loss \d\.\d{4}  \d+ samples/s  .* rank 1 is slowest$", zero, re.MULTILINE)
+    assert re.search(r"^step \d+  loss \d\.\d{4}  [\d.,]+ samples/s  .* rank 1 is slowest$", zero, re.MULTILINE)
     board = EventAccumulator(str(tmp_path / "board"))
     board.Reload()
     last = {tag: board.Scalars(tag)[-1].value for tag in board.Tags()["scalars"]}
-    assert (last["train/step"], last["train/ranks"], last["rank/own_s_max_rank"]) == (40, 2, 1)
+    assert (last["train/step"], last["train/ranks"]) == (40, 2)
+    assert 1 in [scalar.value for scalar in board.Scalars("rank/own_s_max_rank")]  # the last is of a few steps
     assert "train/loss" in last and "train/num_steps" not in last
     (run,) = board.Tensors("run/text_summary")
     assert "| strategy | ddp |" in run.tensor_proto.string_val[0].decode()

@@ -95,6 +95,10 @@ def test_a_run_that_is_over_too_soon_says_so_and_one_cut_short_writes_what_there
     assert [path.name for path in (tmp_path / "profile").iterdir()] == ["rank-0.steps-4-5.pt.trace.json"]
 
 
+@pytest.mark.flaky(
+    "when torch's profiler stops, it frees records into which threads of Gloo write the end of calls under way; a rank "
+    "that fails cannot wait for these, so it may crash"
+)
 def test_an_error_within_a_profiled_step_ends_the_profiler(ranks, tmp_path):
     def train(world, steps):
         calls = []

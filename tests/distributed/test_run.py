@@ -119,11 +119,11 @@ def test_modules_and_other_programs_can_be_started(script, tmp_path):
 
 def test_the_first_failing_rank_comes_first(script):
     path = script(
-        "import os, sys, time\n"
-        "if os.environ['RANK'] == '1':\n"
-        "    time.sleep(0.5)\n"
-        "    raise KeyError('late')\n"
+        "import os, signal, time\n"
+        "def late(*_): raise KeyError('late')\n"
         "def step(): raise ValueError('boom')\n"
+        "if os.environ['RANK'] == '1': signal.signal(signal.SIGTERM, late), open(f'{__file__}.ready', 'w')\n"
+        "while os.environ['RANK'] == '2' and not os.path.exists(f'{__file__}.ready'): time.sleep(0.01)\n"
         "if os.environ['RANK'] == '2': step()\n"
         "time.sleep(60)\n"
     )
@@ -133,19 +133,19 @@ def test_the_first_failing_rank_comes_first(script):
     marks = "~~~~^^" if sys.version_info >= (3, 13) else "^^^^^^"
     assert re.sub(r"PID \d+", "PID N", f"Rank{report}") == (
         "Rank 2 failed: ValueError: boom\n"
-        f"At {path}:5, on {socket.gethostname()}, PID N.\n"
+        f"At {path}:3, on {socket.gethostname()}, PID N.\n"
         "\n"
         "Traceback (most recent call last):\n"
         f'  File "{path}", line 6, in <module>\n'
         "    if os.environ['RANK'] == '2': step()\n"
         f"                                  {marks}\n"
-        f'  File "{path}", line 5, in step\n'
+        f'  File "{path}", line 3, in step\n'
         "    def step(): raise ValueError('boom')\n"
         "                ^^^^^^^^^^^^^^^^^^^^^^^^\n"
         "ValueError: boom\n"
         "\n"
         "rank 0 (PID N): stopped by the launcher\n"
-        "rank 1 (PID N): stopped by the launcher\n"
+        f"rank 1 (PID N): KeyError: 'late' ({path}:2)\n"
     )
     assert (done.code, done.out) == (1, "")
 

@@ -8,6 +8,7 @@ from tempfile import TemporaryFile
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from lockstep.base.torch_internals import profile_all_threads
+from lockstep.comm.collectives import wait_for
 from lockstep.comm.world import World
 from lockstep.parallel.consistency import check_arguments_agree
 from lockstep.telemetry import ranges
@@ -102,6 +103,10 @@ def _traced(profiler: profile, world: World) -> Iterator[None]:
     ranges.now = True
     try:
         yield
+        # Threads of Gloo write the end of a call into its record, after its future is complete; stopping frees the
+        # record (seen in torch 2.13: a crash). Gloo's barrier waits for all calls before it.
+        if world.device.type == "cpu":
+            wait_for(world.group.barrier(), "the barrier after a profile")
     finally:
         ranges.now = False
         profiler.stop_trace()

@@ -48,6 +48,7 @@ def test_draws_become_constants_that_are_not_zero(name):
         assert float(values[0][0]) != 0
 
 
+@pytest.mark.flaky("the draws of all threads are seen, so also those of a thread that another test has left behind")
 @pytest.mark.parametrize("name", DRAWS)
 def test_draws_are_left_alone_unless_turned_off(name):
     torch.manual_seed(1)
