@@ -21,12 +21,11 @@ from lockstep.parallel.ddp.buckets import Bucket
 from lockstep.parallel.ddp.comm_hooks import AllReduceMean, BucketReduction
 from lockstep.parallel.ddp.reducer import Reducer, live_reducers
 
-
 # Operators of torch that return a norm or divide by one, of which the overload is not named.
-_NORMS = frozenset(
-    "norm linalg_norm linalg_vector_norm linalg_matrix_norm _foreach_norm native_norm frobenius_norm nuclear_norm "
-    "norm_except_dim normalize renorm renorm_".split()
-)
+_NORMS = {
+    *("norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm", "_foreach_norm", "native_norm"),
+    *("frobenius_norm", "nuclear_norm", "norm_except_dim", "normalize", "renorm", "renorm_"),
+}
 
 
 class _SlicedGradient(Tensor):
