@@ -193,7 +193,7 @@ class Progress:
         self.newest: Pass | None = None
         self.open: list[Pass] = []
         self.resumed: dict[str, Any] | None = None
-        _progresses.add(self)
+        _progresses[self] = None
 
     @staticmethod
     def num_trained() -> int:
@@ -333,7 +333,12 @@ class Progress:
         self.set_states(state["now"])
 
 
-_progresses = weakref.WeakSet[Progress]()
+_progresses: weakref.WeakKeyDictionary[Progress, None] = weakref.WeakKeyDictionary()  # which keeps their order
+
+
+def prepared_loaders() -> list[data.DataLoader[Any]]:
+    """Return the script's loaders that were prepared, in order, those first that are being read."""
+    return [progress.loader for progress in sorted(_progresses, key=lambda progress: not progress.open)]
 
 
 class Division:
