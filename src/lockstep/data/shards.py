@@ -44,7 +44,7 @@ _Numbers = NDArray[np.int64]
 # A request to an object store takes as long as the transfer of some MiB.
 _PIECE_BYTES = 8 << 20
 
-# Threads that index shards, and those of each process that fetch pieces ahead.
+# Threads that index shards, and threads of each process that fetch pieces ahead.
 _NUM_INDEXING, _NUM_AHEAD = 16, 2
 
 
@@ -227,7 +227,7 @@ def _index_mds(store: Any, path: str) -> tuple[int, _Numbers, int]:
 
 
 def _open_shards(store: Any, paths: list[str], columns: Sequence[str] | None) -> tuple[list[str], _Format]:
-    """Return the paths of the shards, of MDS those that are listed in ``paths``, and their format."""
+    """Return the paths of the shards, of MDS the shards that are listed in ``paths``, and their format."""
     suffixes = {os.path.splitext(path)[1] for path in paths}
     if suffixes == {".parquet"}:
         return paths, _Parquet(None if columns is None else list(columns))
@@ -266,7 +266,7 @@ class _Index(NamedTuple):
     Args:
         sizes: The number of samples of each shard.
         bounds: The bounds of all shards, one after the other.
-        ends: Where those of each shard end.
+        ends: Where the bounds of each shard end.
         num_bytes: The bytes of each shard.
     """
 
@@ -302,7 +302,7 @@ class _PieceCache:
 
     Args:
         folder: Other processes may use it at the same time.
-        max_bytes: The size of all files; those that are being fetched are not counted.
+        max_bytes: The size of all files; files that are being fetched are not counted.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:

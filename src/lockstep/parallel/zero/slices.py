@@ -1,4 +1,4 @@
-"""Gradients that are reduced to slices: each rank gets the mean of those that it updates."""
+"""Gradients that are reduced to slices: each rank gets its slice of the mean."""
 
 import gc
 import weakref
