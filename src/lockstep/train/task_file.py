@@ -60,7 +60,7 @@ def find_task(spec: str) -> tuple[Path, str]:
 def is_script(file: str) -> bool:
     """Return whether a file is a script that trains, rather than one with a task; false if it cannot be read.
 
-    A script may call `fit` with a task of its own, which is not called ``task``.
+    A script may call `fit`, with a task that it imports or that is not called ``task``.
     """
     try:
         with tokenize.open(file) as text, warnings.catch_warnings():  # in its own encoding
@@ -80,11 +80,15 @@ def is_script(file: str) -> bool:
                 ours |= {name: name for a in names if a.name == "*" for name in ("Task", "fit")}
     called = [node.func for node in nodes if isinstance(node, ast.Call)]
     called += [base for node in nodes if isinstance(node, ast.ClassDef) for base in node.bases]
-    bound = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    bound |= {a.asname or a.name for node in tree.body if isinstance(node, ast.ImportFrom) for a in node.names}
-    assigned = {ast.unparse(target) for node in tree.body if isinstance(node, ast.Assign) for target in node.targets}
     used = {ours.get(ast.unparse(name)) for name in called}
-    return "task" not in bound and ("Task" not in used or ("fit" in used and "task" not in assigned))
+    bound = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    if "fit" in used:
+        assigned = {
+            ast.unparse(target) for node in tree.body if isinstance(node, ast.Assign) for target in node.targets
+        }
+        return "task" not in bound | assigned
+    bound |= {a.asname or a.name for node in tree.body if isinstance(node, ast.ImportFrom) for a in node.names}
+    return "task" not in bound and "Task" not in used
 
 
 def without_task(path: Path, name: str, others: list[str]) -> ConfigurationError:

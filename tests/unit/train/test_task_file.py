@@ -196,6 +196,7 @@ def test_a_file_with_a_task_is_not_a_script(tmp_path, text):
         "import lockstep\nworld = lockstep.init()  # not lockstep.Task(...)",
         "from lockstep import fit\ndef train():\n    from mine import task\n    def task(): pass",
         "import lockstep\nlockstep.fit(lockstep.Task(model=int))",
+        "import lockstep\nfrom mytasks import task\nlockstep.fit(task)",
         "from lockstep import Task, fit\ndef main():\n    task = Task(model=int)\n    fit(task)",
         "task = 'cola'\nprint(task)",
         "t = Task()",
