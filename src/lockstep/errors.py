@@ -1,4 +1,4 @@
-"""Errors that Lockstep raises: the cause on the first line, what to do on those that follow."""
+"""Errors that Lockstep raises: the cause on the first line, what to do on the lines that follow."""
 
 import linecache
 import os

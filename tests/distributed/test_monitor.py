@@ -235,6 +235,24 @@ def test_a_script_that_knows_nothing_of_it_is_recorded_and_computes_the_same_bit
     check_record(tmp_path / "runs", "end", "16 steps done")
 
 
+def test_the_report_knows_the_workers_of_the_prepared_loader_that_is_read(ranks, tmp_path):
+    def run(world):
+        data, model = TensorDataset(torch.ones(8, 4)), nn.Linear(4, 1)
+        model, held_out, loader = lockstep.prepare(model, DataLoader(data, 8), DataLoader(data, 4, num_workers=1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number, (x,) in enumerate(loader):
+            if number == 0:
+                watch = lockstep.monitor(model, optimizer, run_dir=tmp_path)
+            model(x).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        watch.close()
+        return len(held_out)
+
+    ranks(2)(run)
+    assert view_run(tmp_path).number("workers") == 1
+
+
 @pytest.mark.soak
 def test_a_script_with_the_line_in_it_is_recorded_under_torchrun(tmp_path):
     line = 'import lockstep; watch = lockstep.monitor(model, optimizer, loader, run_dir="mine")'

@@ -5,6 +5,7 @@ import copy
 import random
 import re
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,7 @@ class Script:
     data: Any = None
     loader: dict[str, Any] = field(default_factory=dict)
     tokens: bool = False
+    sharded: bool = False
 
     def __call__(self, world=None):
         torch.manual_seed(11)
@@ -88,7 +90,11 @@ class Script:
         inputs = torch.randn(self.num_samples, 6, dtype=torch.float64)
         dataset = self.data(inputs) if self.data else TensorDataset(inputs, inputs.sum(dim=1, keepdim=True))
         model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        make = torch.optim.SGD
+        if self.sharded and world is not None:
+            model = lockstep.prepare(model)
+            make = partial(lockstep.ZeroRedundancyOptimizer, optimizer_class=make, shard_gradients=True)
+        optimizer = make(model.parameters(), lr=0.1, momentum=0.9)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.5)
         settings = {"batch_size": self.batch_size, "shuffle": self.shuffle} | self.loader
         loader = DataLoader(dataset, **settings)
@@ -106,6 +112,10 @@ class Script:
                     else:
                         loss.backward()
                 if is_last:
+                    if self.sharded and world:
+                        optimizer.clip_grad_norm_(0.5)
+                    elif self.sharded:
+                        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
                     optimizer.step()
                     optimizer.zero_grad()
                     scheduler.step()
@@ -132,6 +142,8 @@ SCRIPTS = {
     "accumulation in no_sync": Script(num_samples=21, accumulate=2, no_sync=True, epochs=4),
     "accumulation of four in no_sync": Script(num_samples=21, accumulate=4, no_sync=True, epochs=4),
     "own weights": Script(num_samples=21, tokens=True),
+    "sharded gradients, clipped": Script(num_samples=21, sharded=True),
+    "sharded gradients, accumulation": Script(num_samples=21, sharded=True, accumulate=2, no_sync=True),
     "stream": Script(shuffle=None, data=Stream),
     "stream, drop_last": Script(shuffle=None, data=Stream, loader={"drop_last": True}),
     "stream, two workers": Script(shuffle=None, data=Stream, loader={"num_workers": 2}),

@@ -276,8 +276,8 @@ def test_adding_to_slices_is_refused(ranks):
         assert isinstance(outcome.error, ConfigurationError)
         assert str(outcome.error) == (
             "A backward adds to gradients that were already reduced to each rank's slice.\n"
-            "Call step() or zero_grad() first; run all but the last backward of a step in no_sync(), or leave "
-            "shard_gradients out."
+            "Call step() or zero_grad() first; run all but the last forward and backward of a step in no_sync(), "
+            "or leave shard_gradients out."
         )
 
 

@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import lockstep
 from lockstep.comm.collectives import all_reduce
@@ -217,10 +218,37 @@ def test_a_norm_of_slices_is_refused(ranks, num_steps, foreach):
     for outcome in ranks(2).each(run):
         assert isinstance(outcome.error, ConfigurationError)
         assert str(outcome.error) == (
-            "A norm of a gradient, as for clipping, needs all of it, but with shard_gradients=True this rank has a "
-            "slice.\nCall clip_grad_norm_() of the optimizer, which returns the norm of all (max_norm=math.inf does "
-            "not clip), or leave shard_gradients out."
+            "A norm of a gradient, as for clipping and lockstep verify, needs all of it, but with shard_gradients=True "
+            "this rank has a slice.\nCall clip_grad_norm_() of the optimizer, which returns the norm of all "
+            "(max_norm=math.inf does not clip), or leave shard_gradients out."
         )
+
+
+NORMS = {
+    "norm": Tensor.norm,
+    "normalize": F.normalize,
+    "vector norm": torch.linalg.vector_norm,
+    "overload": lambda gradient: torch.ops.aten.linalg_vector_norm.default(gradient),
+    "matrix norm": torch.linalg.matrix_norm,
+    "foreach": lambda gradient: torch._foreach_norm([gradient]),
+}
+
+
+def test_only_operators_of_norms_are_refused(ranks):
+    def run(world):
+        model = lockstep.DistributedDataParallel(net())
+        optimizer = lockstep.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, shard_gradients=True, lr=0.1)
+        loss_of(model, 0, world.rank, world.world_size).backward()
+        gradient = next(parameter.grad for parameter in model.parameters() if parameter.dim() == 2)
+        for compute in NORMS.values():
+            with pytest.raises(ConfigurationError, match="has a slice"):
+                compute(gradient)
+        before = gradient.clone()
+        assert not torch.equal(gradient.normal_(), before)
+        F.layer_norm(gradient, gradient.shape[1:])
+        optimizer.step()
+
+    ranks(2)(run)
 
 
 @pytest.mark.parametrize("is_in_cycle", [False, True])

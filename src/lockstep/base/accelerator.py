@@ -36,7 +36,7 @@ from lockstep.base import activity
 from lockstep.base.torch_internals import apply_to_tensors, has_compatible_shallow_copy_type
 from lockstep.errors import ConfigurationError
 
-# By type of device, the variable that names those that a process may use; ROCm reads CUDA's, too.
+# By type of device, the variable that names the devices that a process may use; ROCm reads CUDA's, too.
 VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 
 

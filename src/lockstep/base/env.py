@@ -287,7 +287,7 @@ def check_step() -> None:
             environ = dict(variable.partition("=")[::2] for variable in variables)
             environs.append([environ.get(name) for name in names])
     job, step, rank = environs[0] if environs else (None, None, None)
-    # A process that was forked may have variables that are not there, as may those that it looks for.
+    # A process that was forked may have variables that are not there, as may the processes that it looks for.
     if job is None or rank is None or os.readlink("/proc/self/ns/pid") != _PID_NAMESPACE:
         return
     if not any(other[:2] == [job, step] and other[2] not in (None, rank) for other in environs):
@@ -453,7 +453,7 @@ def open_closed_streams() -> None:
 
 
 def process_tree(pid: int, *, of_all_threads: bool = True) -> Iterator[int]:
-    """Yield a process and its descendants; those started by main threads only are found faster."""
+    """Yield a process and its descendants; processes started by main threads only are found faster."""
     yield pid
     task = Path(f"/proc/{pid}/task")
     for path in task.glob("*/children") if of_all_threads else [task / str(pid) / "children"]:

@@ -36,7 +36,7 @@ def rank_file(folder: str | os.PathLike[str], kind: str, rank: int | str) -> Pat
 
 
 def files_by_rank(folder: Path, kind: str) -> dict[int, Path]:
-    """Return the existing files of a kind, by rank; not those that are being written."""
+    """Return the existing files of a kind, by rank; not files that are being written."""
     named = {path.name.partition("-")[2]: path for path in folder.glob(f"{kind}-*")}
     return {int(number): path for number, path in named.items() if number.isdigit()}
 
@@ -209,7 +209,7 @@ def forget_rank(folder: Path, rank: int, pid: int) -> None:
 
 
 def rename_rank(folder: Path, before: str, after: str) -> None:
-    """Give a rank's files another number. Those that are open, or mapped into memory, stay so."""
+    """Give a rank's files another number. Files that are open, or mapped into memory, stay so."""
     for kind in (*_OF_RANKS, STACKS):
         with contextlib.suppress(FileNotFoundError):
             rank_file(folder, kind, before).replace(rank_file(folder, kind, after))
@@ -324,7 +324,7 @@ class Arrival:
 
     @classmethod
     def read_all(cls, folder: Path) -> "dict[int, Arrival]":
-        """Return those of the processes of this machine that can go on in a next generation."""
+        """Return which processes of this machine can go on in a next generation."""
         contents = {pid: read_object(path) for pid, path in files_by_rank(folder, _RECOVERS).items()}
         return {pid: cls(**content) for pid, content in contents.items() if content}
 

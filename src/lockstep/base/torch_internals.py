@@ -86,7 +86,7 @@ def will_execute(node: Any) -> bool:
         return "autograd.grad" not in str(error)
 
 
-# In this context, tensors change without a new version, so autograd does not refuse those that it saved.
+# In this context, tensors change without a new version, so autograd does not refuse tensors that it saved.
 unsafe_preserve_version_counter: Callable[[tuple[Tensor, ...]], Any] = _now(
     "torch.autograd._unsafe_preserve_version_counter",
     "a backward after two forwards with broadcast buffers may raise an error.",
@@ -205,7 +205,7 @@ def storage_address(tensor: Tensor) -> int:
     return int(getattr(tensor.untyped_storage(), "_cdata", 0))
 
 
-# Of sparse tensors: the public methods refuse those that are not coalesced. Without them: AttributeError.
+# Of sparse tensors: the public methods refuse tensors that are not coalesced. Without them: AttributeError.
 nnz, indices_of, values_of = map(operator.methodcaller, ("_nnz", "_indices", "_values"))
 
 # Public constructors warn about invariants in torch 2.11.

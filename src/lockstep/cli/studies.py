@@ -22,6 +22,7 @@ from lockstep.study.common import console, to_json
 from lockstep.study.rehearse.fault_rules import check_ranks, describe_kinds, parse
 from lockstep.telemetry.cost import Price
 from lockstep.train.settings import Settings, read_settings
+from lockstep.train.task_file import find_task, is_script
 
 _DEVICES = click.option(
     "--devices", type=devices_of_flag, metavar="N", help="Devices; default: all GPUs, or 2 CPU processes."
@@ -410,7 +411,9 @@ def rehearse(
     rules = [parse(text) for text in texts]
     check_ranks(rules, devices)
     flags = ["--devices", str(devices), "--watchdog", f"{watchdog:g}", "--max-restarts", str(max_restarts)]
-    is_task = runner.is_task(file)
+    is_task = not is_script(file)
+    if is_task:
+        find_task(file)
     command = ["train", file, *flags, *args] if is_task else ["run", *flags, file, *args]
     records = not is_task and any(rule.kind == "straggler" for rule in rules)
     # A job of its own, not one of this process: what is broken may be the launcher.

@@ -212,7 +212,7 @@ def train(task_file: str, settings_file: str | None, **values: Any) -> int:
         return _train_here(task_file, settings)
     # Imported late: it takes as long as all else, and a rank of another launcher does not need it.
     from lockstep.launcher.api import launch_with, raising_task_errors
-    from lockstep.telemetry.sinks import parse_targets, require_package
+    from lockstep.telemetry.sinks import require_package
     from lockstep.train.plan import check_batch, check_task, num_devices
     from lockstep.train.task import load_task
 
@@ -224,7 +224,7 @@ def train(task_file: str, settings_file: str | None, **values: Any) -> int:
     # With --min-devices the job may go on with any number down to that: the batch must divide over each.
     for count in range(min(launching.min_devices or num_ranks, num_ranks), num_ranks + 1):
         check_batch(task, settings, count)
-    for sink in parse_targets(settings.log_to or ()):
+    for sink in settings.log_to or ():
         require_package(sink)
 
     with raising_task_errors():

@@ -62,7 +62,7 @@ def default_group() -> Group:
     if not is_initialized():
         raise ConfigurationError(
             "Default process group has not been initialized, please make sure to call init_process_group.\n"
-            "Start the script with `lockstep run` and put `with lockstep.init() as world:` around the training."
+            "Start the script with `lockstep run`, and before this call lockstep.init(), or prepare() with the model."
         )
     # Also for groups that the script created itself: its data loaders may fork once there is a group.
     make_forks_safe()

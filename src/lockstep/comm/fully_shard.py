@@ -14,7 +14,7 @@ from lockstep.comm.collectives import Group
 def fully_shard_units(root: nn.Module, units: Iterable[nn.Module], *, group: Group, device: torch.device) -> None:
     """Shard the parameters of ``root`` over the ranks: those of each unit together, then the rest.
 
-    Parameters become ``DTensor``, on ``device``. Those of a unit are gathered only while it computes.
+    Parameters become ``DTensor``, on ``device``. Parameters of a unit are gathered only while it computes.
 
     Collective: every rank, with modules of the same shapes. Blocks.
     """

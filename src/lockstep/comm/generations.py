@@ -258,7 +258,7 @@ class _Superseded(Exception):
 
 
 def interrupt_groups() -> None:
-    """Make all calls on the process groups of this process fail, also those that other threads are in."""
+    """Make all calls on the process groups of this process fail, also calls that other threads are in."""
     network.cut_links()
     for group in process_groups():
         if isinstance(group, CpuProcessGroup):

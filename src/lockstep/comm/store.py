@@ -283,12 +283,12 @@ def _name_in_proc(host: str, port: int) -> str:
 
 
 def read_present(store: Store, keys: Sequence[str], known_keys: set[str]) -> dict[str, bytes]:
-    """Return the values of those ``keys`` that exist, in their order. Takes two requests if all of them exist.
+    """Return the values of the ``keys`` that exist, in their order. Takes two requests if all of them exist.
 
     Args:
         store: The store to read.
         keys: Each is checked until it has existed once; keys are never deleted.
-        known_keys: The keys that existed before; those that exist now are added.
+        known_keys: The keys that existed before; keys that exist now are added.
     """
     new = [key for key in keys if key not in known_keys]
     if new:
@@ -328,7 +328,7 @@ class _Notes:
         self.numbers: dict[str, int] = {}  # by topic, the number of this machine's note
 
     def read(self, keys_in: Callable[[Store], Sequence[str]]) -> dict[str, Any]:
-        """Return the notes, JSON values, under those of the keys that exist; none if the store is out of reach."""
+        """Return the notes, JSON values, under the keys that exist; none if the store is out of reach."""
         notes: dict[str, Any] = {}
 
         def collect(store: Store) -> None:
@@ -382,7 +382,7 @@ class StatusKeys:
             self._notes.use(lambda store: store.set(str(self._rank), json.dumps(note)))
 
     def read(self) -> dict[int, Any]:
-        """Return the notes of those other ranks that have posted one. Blocks some seconds at most."""
+        """Return the notes of the other ranks that have posted one. Blocks some seconds at most."""
         notes = self._notes.read(lambda _: self._others) if self._is_used else {}
         return {int(rank): note for rank, note in notes.items()}
 

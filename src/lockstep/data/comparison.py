@@ -75,7 +75,7 @@ def check_same_data(
     """Check that all ranks have the same number of samples, and that some samples are equal, before they are used.
 
     Samples that change when they are read again, as the data set draws from a generator of its own, are not compared.
-    Those of a stream are compared while it is read.
+    Samples of a stream are compared while it is read.
 
     Collective: every rank of ``group``, if there is one. Blocks until all have called it.
 
@@ -115,7 +115,7 @@ def check_same_samples(own_checksum: str, field: str, step: int, *, group: Group
     Collective: every rank of ``group``, if there is one. Blocks until all have called it.
 
     Args:
-        own_checksum: The checksum of those that this rank read; empty if they cannot be compared.
+        own_checksum: The checksum of the samples that this rank read; empty if they cannot be compared.
         field: The name of the data in errors, such as ``Task.dataset``.
         step: The step of the batch.
         group: The ranks that train together; None: only this process.

@@ -226,8 +226,8 @@ class StreamNote(NamedTuple):
 class MicroBatch(NamedTuple):
     """The data that a process computes at once: for each share with samples, its number, its samples, and the batch.
 
-    ``samples`` are indices in the data set; of a stream, positions in the global batch. ``bad`` are those that could
-    not be read; they are not included in ``samples``, but counted in ``num_global``.
+    ``samples`` are indices in the data set; of a stream, positions in the global batch. ``bad`` are the samples that
+    could not be read; they are not included in ``samples``, but counted in ``num_global``.
     """
 
     step: int

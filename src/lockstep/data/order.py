@@ -27,7 +27,7 @@ from torch import Tensor
 
 @unique
 class Purpose(IntEnum):
-    """What random numbers are for: separates those that follow from the same seed.
+    """What random numbers are for: separates random numbers that follow from the same seed.
 
     The order of the samples of a resumed run follows from these numbers, so none is changed, or used again.
     """

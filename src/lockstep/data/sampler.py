@@ -253,7 +253,7 @@ def position_of(value: Any, name: str, *, saves: bool = False) -> Any:
 
 
 def _samplers_of(loader: DataLoader[Any]) -> list[Any]:
-    """Return the samplers of a loader, and those that they have as attributes."""
+    """Return the samplers of a loader, and the samplers that they have as attributes."""
     found: list[Any] = [loader.batch_sampler, loader.sampler]
     for item in found:  # which grows
         parts = getattr(item, "__dict__", {}).values()

@@ -20,7 +20,6 @@ import secrets
 import tarfile
 import tempfile
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from torch.utils.data import Dataset
 
 from lockstep.base.env import file_system_of
 from lockstep.data.order import ShardOrder, shard_sequence
+from lockstep.data.tokens import expand
 from lockstep.errors import ConfigurationError, DataError
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ _Numbers = NDArray[np.int64]
 # A request to an object store takes as long as the transfer of some MiB.
 _PIECE_BYTES = 8 << 20
 
-# Threads that index shards, and those of each process that fetch pieces ahead.
+# Threads that index shards, and threads of each process that fetch pieces ahead.
 _NUM_INDEXING, _NUM_AHEAD = 16, 2
 
 
@@ -227,7 +227,7 @@ def _index_mds(store: Any, path: str) -> tuple[int, _Numbers, int]:
 
 
 def _open_shards(store: Any, paths: list[str], columns: Sequence[str] | None) -> tuple[list[str], _Format]:
-    """Return the paths of the shards, of MDS those that are listed in ``paths``, and their format."""
+    """Return the paths of the shards, of MDS the shards that are listed in ``paths``, and their format."""
     suffixes = {os.path.splitext(path)[1] for path in paths}
     if suffixes == {".parquet"}:
         return paths, _Parquet(None if columns is None else list(columns))
@@ -266,7 +266,7 @@ class _Index(NamedTuple):
     Args:
         sizes: The number of samples of each shard.
         bounds: The bounds of all shards, one after the other.
-        ends: Where those of each shard end.
+        ends: Where the bounds of each shard end.
         num_bytes: The bytes of each shard.
     """
 
@@ -302,7 +302,7 @@ class _PieceCache:
 
     Args:
         folder: Other processes may use it at the same time.
-        max_bytes: The size of all files; those that are being fetched are not counted.
+        max_bytes: The size of all files; files that are being fetched are not counted.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
@@ -406,7 +406,7 @@ class ShardedDataset(Dataset[Any]):
         listed = [shards] if isinstance(shards, str | os.PathLike) else shards
         urls = [os.path.expanduser(os.fspath(path)) for path in listed]
         _footer.cache_clear()  # this process may have read files of the same names that were written again since
-        store, paths = _expand(urls)
+        store, paths = _open_store(urls)
         paths, self._format = _open_shards(store, paths, columns)
         self._url, self._paths = urls[0], np.array(paths)
         folder = Path(cache_dir or f"{tempfile.gettempdir()}/lockstep-shards-{os.getuid()}").absolute()
@@ -525,7 +525,7 @@ def _store_of(url: str, _pid: int) -> Any:
     return file_system_of(url)
 
 
-def _expand(urls: Sequence[str]) -> tuple[Any, list[str]]:
+def _open_store(urls: Sequence[str]) -> tuple[Any, list[str]]:
     """Return the file system, and the paths in it of all shards.
 
     Raises:
@@ -537,14 +537,9 @@ def _expand(urls: Sequence[str]) -> tuple[Any, list[str]]:
         store.invalidate_cache()  # of listings
     if not urls or any(store != stores[0] for store in stores):
         raise ConfigurationError("The shards are in no or several object stores.\nGive the shards of one store.")
-    paths: list[str] = []
-    for url in urls:
+
+    def find(url: str) -> list[str]:
         with _naming(url):
-            matches = sorted(stores[0].glob(f"{url}/index.json" if stores[0].isdir(url) else url))
-        if not matches:
-            raise DataError(f"No file matches {url}.\nCheck the name, and that this machine sees the folder.")
-        paths += matches
-    path, times = Counter(paths).most_common(1)[0]
-    if times > 1:
-        raise ConfigurationError(f"{path} is given twice, so its samples would count twice.\nGive each file once.")
-    return stores[0], paths
+            return sorted(stores[0].glob(f"{url}/index.json" if stores[0].isdir(url) else url))
+
+    return stores[0], expand(urls, find)

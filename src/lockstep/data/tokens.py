@@ -4,7 +4,7 @@ import glob
 import os
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -86,8 +86,10 @@ class TokenFiles(Dataset[tuple[Tensor, Tensor] | Tensor]):
         self._stride = stride or length
         self._target = target
         raw = _integers(dtype)
+        names = [os.path.expanduser(path) for path in ([files] if isinstance(files, str | os.PathLike) else files)]
         self._files = [
-            _open_npy(path) if path.endswith(".npy") else _open_raw(path, raw, header_bytes) for path in _expand(files)
+            _open_npy(path) if path.endswith(".npy") else _open_raw(path, raw, header_bytes)
+            for path in expand(map(os.fspath, names), _find)
         ]
         counts = [max(0, (file.num_tokens - self._window) // self._stride + 1) for file in self._files]
         self._ends = list(accumulate(counts))
@@ -175,23 +177,24 @@ class TokenFiles(Dataset[tuple[Tensor, Tensor] | Tensor]):
         self.__dict__.update(state, _open=lru_cache(_MAX_OPEN)(_open))  # another process opens its own
 
 
-def _expand(files: Files) -> list[str]:
-    """Return the absolute paths of ``files``.
+def _find(name: str) -> list[str]:
+    is_pattern = glob.has_magic(name) and not os.path.exists(name)
+    return list(map(os.path.abspath, sorted(glob.glob(name)) if is_pattern else [name]))
 
-    ``*``, ``?`` and ``[...]`` match existing files, sorted by name. A file with exactly the given name has priority.
+
+def expand(names: Iterable[str], find: Callable[[str], list[str]]) -> list[str]:
+    """Return the paths that ``find`` returns for the names of data files.
 
     Raises:
         ConfigurationError: There are none, or one is named twice.
-        DataError: No file matches a pattern.
+        DataError: No file has a name.
     """
     paths: list[str] = []
-    for path in [files] if isinstance(files, str | os.PathLike) else files:
-        name = os.path.expanduser(os.fspath(path))
-        is_pattern = glob.has_magic(name) and not os.path.exists(name)
-        matches = sorted(glob.glob(name)) if is_pattern else [name]
+    for name in names:
+        matches = find(name)
         if not matches:
-            raise DataError(f"No file matches {name}.\nCheck the pattern, and that this machine sees the folder.")
-        paths += map(os.path.abspath, matches)
+            raise DataError(f"No file matches {name}.\nCheck the name, and that this machine sees the folder.")
+        paths += matches
     if not paths:
         raise ConfigurationError("No files are given.\nGive the path of at least one.")
     path, times = Counter(paths).most_common(1)[0]

@@ -59,8 +59,8 @@ class Agent(LocalElasticAgent):
       of several machines agree on it in quorums, also about machines that are lost or join: see `Machines`.
     - After a rank was killed, a job on one machine may go on with one fewer (``min_ranks``).
     - The number of restarts is that of the whole job; each of torch's launchers counts the failures that it saw.
-    - It records when each rank ended, and which ones still ran when the launcher began to stop them: those are never
-      the cause.
+    - It records when each rank ended, and which ones still ran when the launcher began to stop them: these ranks are
+      never the cause.
     """
 
     def __init__(self, job: Job, config: LaunchConfig, command: tuple[str, ...]) -> None:

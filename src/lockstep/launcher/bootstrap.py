@@ -402,7 +402,7 @@ def _free_objects(code: int) -> None:
     gc.collect()  # destructors still find the variables of their modules, if nothing else refers to these
     for of_module in variables:
         while of_module:
-            of_module.popitem()  # the newest first: it may use those before
+            of_module.popitem()  # the newest first: it may use the ones before
     gc.collect()
 
 

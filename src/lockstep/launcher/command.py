@@ -200,11 +200,6 @@ def run(argv: Sequence[str]) -> None:
             _refuse_unused_task(args, reaper.run_dir)
 
 
-def defines_task(text: str) -> bool:
-    """Return whether a program defines what ``lockstep train`` takes, by its text: it is not run."""
-    return _TASK.search(text) is not None and "Task(" in text
-
-
 def _refuse_unused_task(args: argparse.Namespace, run_dir: Path) -> None:
     """Raise an error if the script, which has ended, only defines a task: `lockstep run` trains none.
 
@@ -214,7 +209,8 @@ def _refuse_unused_task(args: argparse.Namespace, run_dir: Path) -> None:
     path = Path(args.training_script)
     ends = FailureRecord.read_all(run_dir, ENDED).values()
     has_trained = any(end.has_joined or end.num_steps for end in ends)
-    if path.is_file() and ends and not has_trained and defines_task(path.read_text("latin-1")):
+    text = path.read_text("latin-1") if path.is_file() and ends and not has_trained else ""
+    if _TASK.search(text) and "Task(" in text:
         raise ConfigurationError(
             f"{path} only defines a task, which `lockstep run` does not train.\n"
             f"Train it: lockstep train {path} --devices {args.nproc_per_node}"

@@ -109,7 +109,7 @@ Times = Mapping[int, int]
 def rank_exits(
     failures: Mapping[int, ProcessFailure], stopped_at_ns: Times, ended_at_ns: Times, folder: Path, resources: Resources
 ) -> list[RankExit]:
-    """Return how ranks ended: those with a failure, and those that have written how they ended.
+    """Return how ranks ended: ranks with a failure, and ranks that have written how they ended.
 
     Args:
         failures: torch elastic's records, by rank.
@@ -355,7 +355,7 @@ _LIKELY: dict[int | str, str] = {
 
 
 def headline(exit: RankExit, exits: Sequence[RankExit] = ()) -> str:
-    """Return why a rank ended, in one line, or with advice in those that follow; ``exits`` are those of all ranks."""
+    """Return why a rank ended, in one line, or with advice in the lines that follow; ``exits`` are of all ranks."""
     name, code, record = f"Rank {exit.rank}", exit.exit_code, exit.record
     if exit.is_normal:
         missed = min((other for other in exits if not other.is_normal), key=_blame)

@@ -315,7 +315,7 @@ def _is_bound_to_device() -> bool:
 
 
 def import_modules(names: Sequence[str]) -> None:
-    """Import those modules that exist; the garbage collector ignores their objects from now on.
+    """Import the modules that exist; the garbage collector ignores their objects from now on.
 
     Collections do not write to these objects, so they stay shared with forked processes; and this process ends sooner.
     """

@@ -150,7 +150,7 @@ class Job:
             # An exception could be lost: what torch does at a start catches some. The reaper removes what is left.
             signal.signal(sigval, signal.SIG_DFL)
             signal.raise_signal(sigval)
-        # Ranks that have stopped already count as those that can.
+        # Ranks that have stopped already count as ranks that can.
         stops = len(rank_files.stop_reports(self.folder)) == len(self.ranks)
         # A rank that takes the place of a lost one stops with the others.
         ranks = set(self.ranks) if self.replacement is None else self.replacement.settled_ranks

@@ -223,7 +223,7 @@ class LogTail:
         self._deduplicators = {stream: LogDeduplicator(ranks) for stream in STREAMS}
 
     def _open_files(self, ranks: range) -> None:
-        """Open a file for each rank, also for those that write nothing; what an earlier run wrote stays."""
+        """Open a file for each rank, also for ranks that write nothing; what an earlier run wrote stays."""
         for rank in ranks:
             if self._folder is not None and rank not in self._files:
                 self._files[rank] = open_locked(Path(self._folder) / f"rank-{rank}.log")

@@ -13,7 +13,7 @@ and store. A launcher that an answer does not reach is left out: its next reques
   address in the store of the rendezvous. It starts its ranks, each with a group of its own, and asks for the first time
   when they are ready, so nobody waits for it.
 - Heartbeats are a lease: a launcher whose own have not been answered for the timeout ends its ranks, as the others may
-  have gone on without them, and joins again. So do those of the others if the first machine, which serves the
+  have gone on without them, and joins again. So do the launchers of the others if the first machine, which serves the
   lighthouse, starts its own ranks again. A machine that serves it keeps its ranks: nobody goes on without it.
 - There are no more machines than MAX of ``--nnodes``. One too many waits for a place, as with torch elastic. If it was
   given a place (``--node-rank``) that another launcher has, it ends: both may be on the same devices.
@@ -104,7 +104,7 @@ def digest(names: Sequence[str]) -> str:
 
 
 def admitted(machines: Sequence[Member]) -> list[Member]:
-    """Return those machines that may be in the next generation, each with its place, in the order of their ranks.
+    """Return the machines that may be in the next generation, each with its place, in the order of their ranks.
 
     The others went on without a machine with an older generation: it comes again, with other ranks. A machine that
     joins waits as long as its place, or every place, is taken.
@@ -112,7 +112,7 @@ def admitted(machines: Sequence[Member]) -> list[Member]:
     newest = max(machine.number for machine in machines)
     most = min((machine.most for machine in machines if machine.of), default=0)  # else nobody holds the state
     placed: dict[int, Member] = {}
-    # Whoever is in the newest generation keeps its place; then those that began the job, then those that join.
+    # Whoever is in the newest generation keeps its place; then who began the job, then who joins.
     for machine in sorted(machines, key=lambda entry: (-entry.number, not entry.of, entry.name)):
         free = next((number for number in range(most) if number not in placed), most)
         place = free if machine.place is None else machine.place
@@ -128,7 +128,7 @@ def next_generation(machines: Sequence[Member]) -> tuple[int, list[Member]] | No
     is_same = all(machine.of == of for machine in members)
     if newest < 0:
         # The ranks are in generation 0 already, but not all launchers may have asked yet. They are waited for until the
-        # ranks of those that have cannot go on.
+        # ranks of the launchers that have cannot go on.
         began = [machine for machine in members if machine.of]
         goes_on = not (began and (is_same or all(machine.is_broken for machine in began)))
     else:
@@ -315,7 +315,7 @@ class Machines:
 
     @property
     def _are_done(self) -> bool:
-        """Whether the ranks of all machines have ended, apart from those that would join."""
+        """Whether the ranks of all machines have ended, apart from machines that would join."""
         members = [machine for machine in self._answer if machine.of]
         return bool(members) and all(machine.is_done for machine in members)
 
@@ -456,7 +456,7 @@ def _report(before: dict[str, Member], members: list[Member], min_machines: int)
     """Print which machines were lost and which have come."""
     names = {machine.name for machine in members}
     lost = [f"machine {machine.host} was lost" for name, machine in before.items() if name not in names]
-    # A machine that joins knows nothing of those before.
+    # A machine that joins knows nothing of the machines before.
     came = [f"machine {machine.host} joins" for machine in members if before and machine.name not in before]
     num_ranks = sum(machine.num_ranks for machine in members)
     go_on = f"{format_ranks(range(num_ranks))} {'goes' if num_ranks == 1 else 'go'} on"

@@ -51,7 +51,7 @@ class RankProcesses(SubprocessContext):
 
     def _start(self) -> None:
         for rank in self.envs:
-            # Each at once, so that the agent ends those that have started if a signal arrives meanwhile.
+            # Each at once, so that the agent ends the ranks that have started if a signal arrives meanwhile.
             self.subprocess_handlers[rank] = self._start_rank(rank, self.envs[rank])
         self.job.ended_at_ns.clear()  # pids may be reused
         self.watch(self.pids().values())

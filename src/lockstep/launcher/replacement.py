@@ -135,7 +135,7 @@ class RankReplacement:
         left, can = self.processes.keys() - lost_pids, rank_files.recovering_processes(self.folder)
         if rank_files.stop_reason(self.folder) is not None or not all(map(self._is_lost, lost)):
             return ""
-        # Those of another machine hold the state and go on, whatever is left of this one.
+        # The ranks of another machine hold the state and go on, whatever is left of this one.
         has_others = self.machines is not None and self.machines.have_met()
         if not (self.processes.keys() & can or has_others):
             return ""
@@ -239,7 +239,7 @@ class RankReplacement:
         Generation(self.number, members, len(self.ranks), waiting=[*away], lost_at_ns=at_ns, why=why).post(self.folder)
 
     def _update_members(self) -> None:
-        """Take in the processes that are ready, and leave out those that others have waited for in an exchange."""
+        """Take in the processes that are ready, and leave out the ranks that others have waited for in an exchange."""
         arrivals = Arrival.read_all(self.folder)
         came = self._in(Part.AWAY) & arrivals.keys()
         slow, why = set[int](), ""

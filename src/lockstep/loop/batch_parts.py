@@ -49,7 +49,7 @@ class Reading:
         self.thread = threading.get_ident()
 
     def use(self) -> list[BatchPart]:
-        """Record that a forward used a part, and return those that it may be, one of each kind, the newest last."""
+        """Record that a forward used a part, and return the parts that it may be, one of each kind, the newest last."""
         self.reads_ahead |= self.num_unused > 1 or (self.num_read > 0 and self.thread != threading.get_ident())
         self.num_unused = 0
         if self.newest is None:
@@ -155,7 +155,7 @@ class BatchParts:
         self._outputs.add(output, part)
 
     def of_batch(self, batch: Any, reading: Reading) -> BatchPart | None:
-        """Return the part of a batch that was made of those of ``reading``; None: none was read."""
+        """Return the part of a batch that was made of the batches of ``reading``; None: none was read."""
         return single(self._batches.find(batch) or reading.use())
 
 

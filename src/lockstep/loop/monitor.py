@@ -27,6 +27,7 @@ from lockstep.comm.collectives import backend_name, default_group, is_initialize
 from lockstep.comm.rendezvous import JOINS
 from lockstep.errors import ConfigurationError
 from lockstep.loop.instrument import Hook, Instrument, compiled_call, in_backward
+from lockstep.loop.passes import prepared_loaders
 from lockstep.loop.steps import Steps, num_samples, updates
 from lockstep.parallel.ddp.bucket_events import BucketStamps
 from lockstep.parallel.ddp.wrapper import DistributedDataParallel
@@ -418,8 +419,8 @@ class Watch:
             settings["strategy"] = strategy
         if ours:
             settings["compression"] = ours[0].compression
-        if self._loaders:
-            settings |= {"workers": self._loaders[0].num_workers, "pin_memory": self._loaders[0].pin_memory}
+        for loader in (self._loaders or prepared_loaders())[:1]:
+            settings |= {"workers": loader.num_workers, "pin_memory": loader.pin_memory}
         return {
             "recorded_by": "monitor",
             "task": Path(sys.argv[0]).name or "a script",

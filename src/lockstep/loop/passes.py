@@ -40,7 +40,7 @@ class GlobalBatch(NamedTuple):
 
     Args:
         size: Its number of samples.
-        digest: Of its indices and those of all before in the pass; of a stream, of some samples.
+        digest: Of its indices and the indices of all lists before in the pass; of a stream, of some samples.
     """
 
     size: int
@@ -121,12 +121,12 @@ class Pass:
     Attributes:
         reading: What it has returned to the script.
         begin: The states of the generators at its begin; of a resumed one, in the process that began it.
-        before: Those when this process began it.
+        before: The states when this process began it.
         resumed: The state that it was loaded from.
         after: The states of the generators after the first batch.
-        num_returned: Batches, with those that the process before had returned.
+        num_returned: Batches, with the ones that the process before had returned.
         draws_seed: Whether the seed of loader processes is drawn; not if they persist.
-        numbers: Of those that this process has returned.
+        numbers: Of the batches that this process has returned.
         wholes: The global batches of which it has read lists or samples.
         digest: Of these.
         num_trained: See `Progress.num_trained`, when the newest batch was returned.
@@ -193,7 +193,7 @@ class Progress:
         self.newest: Pass | None = None
         self.open: list[Pass] = []
         self.resumed: dict[str, Any] | None = None
-        _progresses.add(self)
+        _progresses[self] = None
 
     @staticmethod
     def num_trained() -> int:
@@ -333,7 +333,12 @@ class Progress:
         self.set_states(state["now"])
 
 
-_progresses = weakref.WeakSet[Progress]()
+_progresses: weakref.WeakKeyDictionary[Progress, None] = weakref.WeakKeyDictionary()  # which keeps their order
+
+
+def prepared_loaders() -> list[data.DataLoader[Any]]:
+    """Return the script's loaders that were prepared, in order, first the ones that are being read."""
+    return [progress.loader for progress in sorted(_progresses, key=lambda progress: not progress.open)]
 
 
 class Division:

@@ -7,7 +7,7 @@ others fail: in the collective that it does not take part in, or because the gen
 
 1. meet in the next generation, and connect their engines to its group;
 2. compare how many attempts each has completed. A rank may have received the last collective of an attempt that others
-   have not, and complete it: then it counts, and those that are behind copy its state;
+   have not, and complete it: then it counts, and the ranks that are behind copy its state;
 3. copy the state from the first rank that is most ahead to each rank that lacks it, over the group;
 4. repeat the attempt, from the same parameters, optimizer state and buffers, with the same samples and random numbers.
 
@@ -297,7 +297,7 @@ class Recovery:
                     raise
 
     def _share(self, generation: Generation) -> None:
-        """Connect the engines, and copy the state to those that lack it. Collective: every rank. Blocks."""
+        """Connect the engines, and copy the state to the ranks that lack it. Collective: every rank. Blocks."""
         world = self._world
         for engine in self._engines:
             engine.reconnect(world)
@@ -315,7 +315,7 @@ class Recovery:
         self._report(generation, source, lacking, num_bytes, num_done, joins=joins)
 
     def _compare(self) -> tuple[list[list[Any]], int, list[int]]:
-        """Return what each rank holds, the first rank that is most ahead, and those that lack its state. Collective."""
+        """Return what each rank holds, the first rank that is most ahead, and who lacks its state. Collective."""
         world = self._world
         settled = self._sent == [*map(version_of, self._current_buffers())]
         row_of_rank = [self._has_state, self.step, self._counts, settled]
@@ -332,7 +332,7 @@ class Recovery:
         return rows, next(rank for rank in range(world.world_size) if rank not in lacking), lacking
 
     def _copy(self, source: int, lacking: list[int]) -> int:
-        """Copy the state of a rank to those that lack it; return the bytes on this rank. Collective: every rank."""
+        """Copy the state of a rank to the ranks that lack it; return the bytes on this rank. Collective: every rank."""
         world, num_bytes = self._world, 0
         plans = broadcast_object(self._plans, group=world.group, src=source, device=world.device)
         for name, plan in plans.items():
@@ -451,7 +451,7 @@ class Changes:
         finally:
             remove()
             handle.remove()
-        # Those behind the last update, or all in a block without one.
+        # The ranks behind the last update, or all in a block without one.
         self.has_calls = num_calls() != num_calls_before
         self._copies |= num_updates > 1 or (num_updates > 0 and self.has_calls)
         newest = self._newest_gradient()

@@ -537,8 +537,8 @@ class CompressedMean(BucketReduction):
 
     [Note: compression of GPU gradients]
     They are copied to the host, encoded and sent over Gloo, and the mean is copied back. On a network where compression
-    helps, the network is slower than these copies. Those to the host use a separate stream, in parallel to backward;
-    a thread waits for them. Those to the device are on the stream that finishes the bucket: nothing waits for them.
+    helps, the network is slower than these copies. Copies to the host use a separate stream, in parallel to backward;
+    a thread waits for them. Copies to the device are on the stream that finishes the bucket: nothing waits for them.
 
     Args:
         bucket_set: The buckets to reduce.

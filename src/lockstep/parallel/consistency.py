@@ -216,7 +216,7 @@ Replica = Mapping[str, Tensor]
 def replica_of(
     module: nn.Module, optimizer: Optimizer | None = None, *, buffers: Buffers, ignore: Collection[str] = ()
 ) -> Replica:
-    """Return the tensors of this rank that should be equal on all ranks, without those that may differ.
+    """Return the tensors of this rank that should be equal on all ranks, without tensors that may differ.
 
     Args:
         module: The parameters of each layer come first, then its buffers.

@@ -348,7 +348,7 @@ class LocalSGD:
 
     @torch.no_grad()
     def exchange(self) -> bool:
-        """Start the exchanges that are due, and apply those that have arrived; return whether there were any.
+        """Start the exchanges that are due, and apply the ones that have arrived; return whether there were any.
 
         Collective if there are: every rank. Blocks as `step`.
         """

@@ -446,8 +446,8 @@ def forecast(task: str, profile: Profile, methods: Sequence[Method], link: Link,
 def choose(prediction: Forecast) -> Row | None:
     """Return the method to use; None if none is worthwhile.
 
-    It must be clearly faster than one machine, and than each method that changes the training less. Of those that are,
-    it is the first with a good efficiency, otherwise the last.
+    It must be clearly faster than one machine, and than each method that changes the training less. Of the methods that
+    are, it is the first with a good efficiency, otherwise the last.
     """
     best, fastest = None, 1.0
     for row in prediction.rows:

@@ -13,6 +13,19 @@ from lockstep.base.setting import setting, settings_of
 ViewName = Literal["auto", "live", "lines", "none"]
 
 
+def read_targets(log_to: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    """Return the sinks that ``log_to`` names.
+
+    Raises:
+        ConfigurationError: A sink is unknown, or is not of the form of its kind.
+    """
+    if log_to is None:
+        return None
+    from lockstep.telemetry.sinks import parse_targets  # imports torch
+
+    return parse_targets(log_to)
+
+
 @dataclass(frozen=True)
 class Destination:
     """Where the record of a script's loop goes.
@@ -33,7 +46,4 @@ class Destination:
     def __post_init__(self) -> None:
         for declared in settings_of(Destination):
             declared.check(getattr(self, declared.name))
-        if self.log_to is not None:
-            from lockstep.telemetry.sinks import parse_targets  # imports torch
-
-            object.__setattr__(self, "log_to", tuple(str(target) for target in parse_targets(self.log_to)))
+        object.__setattr__(self, "log_to", read_targets(self.log_to))

@@ -434,7 +434,7 @@ def find_figures(run: Recorded) -> Figures:
     times = {rank: [step.times[rank] for step in calm] for rank in calm[0].times}
     last_ranks = Counter(step.last_rank for step in calm)
     trained_s = sum(step.lasted_s for step in calm) or math.inf
-    # Those of the global batch, which every rank has; some ranks may not have the counts.
+    # The counts of the global batch, which every rank has; some ranks may not have the counts.
     lines = [[*step.lines.values()] for step in calm]
     counts = [next((line.counts for line in step_lines if line.counts is not None), None) for step_lines in lines]
     records = [record.steps for record in run.ranks.values() if record.steps]

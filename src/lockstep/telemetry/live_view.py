@@ -112,7 +112,7 @@ def duration(seconds: float) -> str:
 
 # --- as lines for a terminal: pure functions of a snapshot and of the size of the terminal ----------------------------
 
-# With more ranks, only those with the most work are shown.
+# With more ranks, only the ranks with the most work are shown.
 MOST_RANKS = 16
 _NUM_SLOWEST = 6
 

@@ -534,7 +534,7 @@ def _parse(text: bytes) -> Any:
     In a terminal, these could move the cursor, change the title, or hide lines.
     """
     line = text.decode()
-    # Most lines only hold numbers, so only those are searched that can contain such a character.
+    # Most lines only hold numbers, so only the lines are searched that can contain such a character.
     is_plain = line.isprintable() and "\\" not in line
     return json.loads(line if is_plain else _CONTROLS.sub("\\1\ufffd", line))
 

@@ -340,9 +340,11 @@ class Recorder:
         self.on_recovery: Callable[[int], None] = lambda num_done: None
         self._steps_per_epoch, self._num_skipped = steps_per_epoch, num_skipped
         # Replaced by the recording thread only; the training thread sets the number of ranks, at a recovery.
-        self._run, self._world_size = replace(run, num_restarts=num_restarts()), run.world_size
+        self._run = replace(run, num_restarts=num_restarts())
+        self._world_size = run.world_size
         self._device_names = ", ".join(map(str, devices))
-        self.means, self.sampler = RankMeans(place.rank, self._device_names, first_step), MachineSampler(devices)
+        self.means = RankMeans(place.rank, self._device_names, first_step)
+        self.sampler = MachineSampler(devices)
         self._writer: record.LineWriter | None = None
         self.sinks: list[MetricsSink] = []
         self._of_lead = log_to, memory, facts
@@ -376,7 +378,8 @@ class Recorder:
     def _open(self, log_to: Sequence[str], memory: str | Path | None, facts: dict[str, Any]) -> None:
         """Open the file of this rank and the sinks, and describe the session in ``run.json``. Collective."""
         place, folder, restarts = self.place, self._run_dir, self._run.num_restarts
-        is_fresh, began_at, problem = not (self._first_step or restarts or is_late()), time.time(), None
+        is_fresh = not (self._first_step or restarts or is_late())
+        began_at, problem = time.time(), None
         self._before: list[Any] = []
         if folder is not None and not is_fresh:
             self._before = read_object(folder / record.RUN_FILE).get("sessions", [])

@@ -203,7 +203,7 @@ def _nvml_counters(gpus: Sequence[torch.device]) -> dict[str, _Counter]:
 
 
 def _nvml_handles(gpus: Sequence[torch.device]) -> tuple[Any, dict[str, Any]]:
-    """Return NVML's module, and its handle of each GPU by UUID: NVML also numbers those that are hidden from CUDA."""
+    """Return NVML's module, and its handle of each GPU by UUID: NVML also numbers GPUs that are hidden from CUDA."""
     nvml = import_module("pynvml")
     nvml.nvmlInit()
     names = [f"GPU-{torch.get_device_module(gpu).get_device_properties(gpu).uuid}" for gpu in gpus]

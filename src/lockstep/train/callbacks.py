@@ -161,7 +161,7 @@ class Callbacks:
                 raise
 
     def _stateful(self) -> Iterator[tuple[str, Stateful]]:
-        """Yield those that have a state by their names, which differ."""
+        """Yield the callbacks that have a state by their names, which differ."""
         seen = Counter[str]()
         for callback in self.given:
             if isinstance(callback, Stateful):
@@ -174,7 +174,7 @@ class Callbacks:
         return {name: callback.state_dict() for name, callback in self._stateful()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the `state_dict` of another run or rank; those that it does not have are left as they are."""
+        """Continue from the `state_dict` of another run or rank; callbacks that it lacks are left as they are."""
         for name, callback in self._stateful():
             if name in state:
                 callback.load_state_dict(state[name])

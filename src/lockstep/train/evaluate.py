@@ -103,7 +103,7 @@ class Inference:
                     if not batch.batches:
                         continue
                     number = batch.numbers[0] if is_exact else self.numbers[0]
-                    # Each part starts with the same buffers, on any rank; those of a stream take turns on some ranks.
+                    # Each part starts with the same buffers, on any rank; parts of a stream take turns on some ranks.
                     begun = number, batch.step if is_exact and size is None else 0
                     if begun != current:
                         buffers.restore()
@@ -237,7 +237,7 @@ class Evaluator:
         return means | self.metrics.compute([states for _, metrics in ranks for states in metrics], is_trial=is_trial)
 
     def _measure(self, inference: Inference, micro: MicroBatch) -> dict[str, Tensor]:
-        """Return total and count of the loss and of each metric; of those of torchmetrics the states are kept."""
+        """Return total and count of the loss and of each metric; of metrics of torchmetrics the states are kept."""
         (batch,), (num_samples,) = micro.batches, micro.sizes
         precision, model = inference.settings.precision, inference.model
         part = Objective(self.task, precision)(model, batch, num_samples)
@@ -286,7 +286,7 @@ class _MetricStates:
 
     @property
     def names(self) -> Iterable[str]:
-        """Of those that were returned so far."""
+        """Of the metrics that were returned so far."""
         return self._metrics
 
     def measure(
@@ -342,7 +342,7 @@ class _MetricStates:
         return [(sizes[part], states) for part, states in sorted(states_of_parts.items())]
 
     def compute(self, parts: Sequence[tuple[int, dict[str, Any]]], *, is_trial: bool) -> dict[str, float]:
-        """Return the metrics, by name, of the states of all parts in their order; in a trial, those that have enough.
+        """Return the metrics, by name, of the states of all parts in their order; in a trial, where there are enough.
 
         Raises:
             ConfigurationError: One is not a single number, or its states cannot be combined.

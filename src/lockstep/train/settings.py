@@ -17,7 +17,7 @@ from lockstep.base.setting import DIR_OR_URL, setting, settings_of
 from lockstep.checkpoints.best import Monitor
 from lockstep.errors import ConfigurationError
 from lockstep.telemetry.cost import Price
-from lockstep.telemetry.destination import ViewName
+from lockstep.telemetry.destination import ViewName, read_targets
 
 FilePath = str | Path
 T = TypeVar("T")
@@ -301,10 +301,7 @@ class FitSettings(Settings):
             if spec not in (None, False):
                 Monitor.of(spec)
         # Checked here, so that an invalid target is an error before any rank is started.
-        if self.log_to is not None:
-            from lockstep.telemetry.sinks import parse_targets  # not at the top, because it imports torch
-
-            object.__setattr__(self, "log_to", tuple(str(target) for target in parse_targets(self.log_to)))
+        object.__setattr__(self, "log_to", read_targets(self.log_to))
         Price.read(self.price)
         numbers = self.profile_steps
         if numbers is not None and (len(numbers) != 2 or any(number != int(number) for number in numbers)):

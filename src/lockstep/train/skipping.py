@@ -101,7 +101,7 @@ class BadSamples:
         Collective: every rank, if there is a group. Blocks.
 
         Args:
-            last_step: Those of later steps stay.
+            last_step: The samples of later steps stay.
 
         Raises:
             DataError: There are some, and the run is to stop; or there are too many.

@@ -58,7 +58,10 @@ def find_task(spec: str) -> tuple[Path, str]:
 
 
 def is_script(file: str) -> bool:
-    """Return whether a file is a script that trains, rather than one with a task; false if it cannot be read."""
+    """Return whether a file is a script that trains, rather than one with a task; false if it cannot be read.
+
+    A script may call `fit`, with a task that it imports or that is not called ``task``.
+    """
     try:
         with tokenize.open(file) as text, warnings.catch_warnings():  # in its own encoding
             warnings.simplefilter("ignore")  # the run shows them
@@ -66,18 +69,26 @@ def is_script(file: str) -> bool:
     except (OSError, SyntaxError, ValueError):
         return False
     nodes = list(ast.walk(tree))
-    classes: set[str] = set()  # the names that lockstep.Task has in the file
+    ours: dict[str, str] = {}  # what lockstep.Task and lockstep.fit are called in the file
     for node in nodes:
         match node:
             case ast.Import(names=names):
-                classes |= {f"{a.asname or 'lockstep'}.Task" for a in names if a.name.split(".")[0] == "lockstep"}
+                modules = [a.asname or "lockstep" for a in names if a.name.split(".")[0] == "lockstep"]
+                ours |= {f"{module}.{name}": name for module in modules for name in ("Task", "fit")}
             case ast.ImportFrom(module=module, names=names) if f"{module}.".startswith("lockstep."):
-                classes |= {a.asname or "Task" for a in names if a.name in ("Task", "*")}
-    used = [node.func for node in nodes if isinstance(node, ast.Call)]
-    used += [base for node in nodes if isinstance(node, ast.ClassDef) for base in node.bases]
+                ours |= {a.asname or a.name: a.name for a in names}
+                ours |= {name: name for a in names if a.name == "*" for name in ("Task", "fit")}
+    called = [node.func for node in nodes if isinstance(node, ast.Call)]
+    called += [base for node in nodes if isinstance(node, ast.ClassDef) for base in node.bases]
+    used = {ours.get(ast.unparse(name)) for name in called}
     bound = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    if "fit" in used:
+        assigned = {
+            ast.unparse(target) for node in tree.body if isinstance(node, ast.Assign) for target in node.targets
+        }
+        return "task" not in bound | assigned
     bound |= {a.asname or a.name for node in tree.body if isinstance(node, ast.ImportFrom) for a in node.names}
-    return "task" not in bound and not any(ast.unparse(name) in classes for name in used)
+    return "task" not in bound and "Task" not in used
 
 
 def without_task(path: Path, name: str, others: list[str]) -> ConfigurationError:

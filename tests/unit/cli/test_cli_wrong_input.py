@@ -105,7 +105,7 @@ WRONG = [
         "lockstep: --inject kill:rank=7,step=1: there is no rank 7: 2 ranks are counted from 0.",
     ),
     ("rehearse mine.py --inject kill:step=x", "lockstep: --inject kill:step=x: rank is missing."),
-    ("doctor nothing.py", "lockstep: nothing.py cannot be read: No such file or directory."),
+    ("doctor nothing.py", "lockstep: nothing.py does not exist."),
     ("doctor --devices 0", "Error: Invalid value for '--devices': 0 is not in the range x>=1."),
     ("tune mine.py --minutes 0", "lockstep: minutes=0 is not allowed."),
     ("tune mine.py --out no/such.toml", "lockstep: no/such.toml cannot be written: No such file or directory."),

@@ -118,7 +118,7 @@ def test_what_cannot_be_right_is_found_at_once(tmp_path):
         path: f"{path} has 1001 bytes, which is not a whole number of uint16 tokens.\n{advice}",
         tmp_path / "no.bin": f"{tmp_path}/no.bin cannot be read: No such file or directory.\n{check}",
         tmp_path / "n*.bin": f"No file matches {tmp_path}/n*.bin.\n"
-        "Check the pattern, and that this machine sees the folder.",
+        "Check the name, and that this machine sees the folder.",
         tmp_path: f"{tmp_path} cannot be read: Is a directory.\n{check}",
         tmp_path / "floats.npy": f"{tmp_path}/floats.npy holds an array of float64 in 1 dimensions.\n{one_dimension}",
         tmp_path / "table.npy": f"{tmp_path}/table.npy holds an array of uint16 in 2 dimensions.\n{one_dimension}",

@@ -174,6 +174,7 @@ def test_a_wrong_command_is_answered_without_torch(path, args, text):
         "from elsewhere import make\ndef task(lr=0.1):\n    return make(lr)",
         "from mytasks import task",
         "from mytasks import digits as task",
+        "from lockstep import Task, fit\ntask = Task(model=int)\nfit(task)",
         "def broken(:",
         "pattern = '\0'",
     ],
@@ -194,6 +195,11 @@ def test_a_file_with_a_task_is_not_a_script(tmp_path, text):
         "parser.add_argument('--task')\nargs = parser.parse_args()\ntask = args.task",
         "import lockstep\nworld = lockstep.init()  # not lockstep.Task(...)",
         "from lockstep import fit\ndef train():\n    from mine import task\n    def task(): pass",
+        "import lockstep\nlockstep.fit(lockstep.Task(model=int))",
+        "import lockstep\nfrom mytasks import task\nlockstep.fit(task)",
+        "from lockstep import Task, fit\ndef main():\n    task = Task(model=int)\n    fit(task)",
+        "task = 'cola'\nprint(task)",
+        "t = Task()",
         "print('\\d')",
         "",
     ],
@@ -206,3 +212,4 @@ def test_a_script_may_have_tasks_of_other_kinds(tmp_path, text):
 def test_what_is_no_file_is_no_script(tmp_path):
     assert not is_script(str(tmp_path))
     assert not is_script(str(tmp_path / "none.py"))
+    assert not is_script(f"{tmp_path}/train.py:other")

@@ -195,7 +195,7 @@ def _byte_sizes(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_uint6
 def _reduce_scatter_arguments(
     inputs: Tensors, output: Tensor, op_code: int, location: BufferLocation, pieces: Pieces | None = None
 ) -> Sequence[Any]:
-    """Return those of C's ``lockstep_reduce_scatter`` after the group and before the phase."""
+    """Return the arguments of C's ``lockstep_reduce_scatter`` after the group and before the phase."""
     counts = (ctypes.c_uint64 * len(inputs))(*map(Tensor.numel, inputs))
     dtype_code = c.DTYPE_CODES[output.dtype]
     return _pointers(inputs), counts, output.data_ptr(), dtype_code, op_code, *location, *_for_c(pieces)
@@ -296,7 +296,7 @@ class ShmOps:
         return self.begin_at_once("all_reduce", self.comm.native.lockstep_all_reduce, arguments, (tensor, pieces), opts)
 
     def _all_reduce_arguments(self, data: Tensor, op_code: int, pieces: Pieces | None, root: int = -1) -> Sequence[Any]:
-        """Return those of C's ``lockstep_all_reduce`` after the group and before the phase."""
+        """Return the arguments of C's ``lockstep_all_reduce`` after the group and before the phase."""
         dtype_code, location = c.DTYPE_CODES[data.dtype], self.buffers.find(data)
         return data.data_ptr(), data.numel(), dtype_code, op_code, root, *location, *_for_c(pieces)
 

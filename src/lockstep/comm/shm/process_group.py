@@ -50,7 +50,7 @@ class CpuProcessGroup(dist.ProcessGroup):
         raise NotImplementedError
 
     def interrupt(self) -> None:
-        """Make calls on this group fail, also those that other threads are in. Does not block."""
+        """Make calls on this group fail, also calls that other threads are in. Does not block."""
         raise NotImplementedError
 
     def _dispatch(self, call: str, data: list[Any], opts: Any, **settings: Any) -> Any:
@@ -103,7 +103,7 @@ class CpuProcessGroup(dist.ProcessGroup):
         self._set_default_timeout(timeout)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks; the error names those that are missing. Collective: every rank."""
+        """Wait for all ranks; the error names the ranks that are missing. Collective: every rank."""
         self.barrier(timeout=timeout).wait()
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -208,7 +208,7 @@ class ShmProcessGroup(CpuProcessGroup):
         if not self._is_open:
             return True
         self._is_open = False
-        # Threads that wait in C return now. The code below ends those that wait for work.
+        # Threads that wait in C return now. The code below ends the threads that wait for work.
         self.comm.stop()
         have_ended = all([self.shm_ops.queue.stop(), self._p2p.stop()])
         if not have_ended:

@@ -224,7 +224,7 @@ def data_parallel(
 
 
 def _choose_devices(device_ids: Devices | None) -> list[torch.device]:
-    """Return the devices to replicate to: those given, else all GPUs; an empty list if there are no GPUs.
+    """Return the devices to replicate to: the given ones, else all GPUs; an empty list if there are no GPUs.
 
     As with torch's class, GPUs given on a machine without GPUs result in no devices: the module is called directly.
 

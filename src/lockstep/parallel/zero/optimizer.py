@@ -9,8 +9,8 @@ So nothing is sent but one shard of gradients, and both states are of the same s
     (nothing has changed: a lost rank undoes the step)                            (each rank makes its update by itself)
 
 Who leaves the commit knows that all ranks have entered it, so that each has all that its two updates need. If a rank is
-lost in the commit, some ranks may have left it and others not. Those keep the update as *pending*. When the ranks meet
-again they compare their numbers of updates: if one of them has made the update, the others make theirs now; if none
+lost in the commit, some ranks may have left it and others not. The others keep the update as *pending*. When the ranks
+meet again they compare their numbers of updates: if one has made the update, the others make theirs now; if none
 has, all forget it and the step is done again. An error in the gather does not end the step, as the update is made: it
 is raised by the next operation that waits for parameters. Both updates are made in the rank's own buffers, into which a
 gather, complete or not, brings the same bits. So a rank has the right parameters of its shard and of the copy at any
@@ -162,7 +162,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Joinable.__init__(self)
         self.process_group: Group = collectives.group_or_default(process_group)
         self.world_size, self.rank = self.process_group.size(), self.process_group.rank()
-        self.parameters_as_bucket_view, self.overlaps = parameters_as_bucket_view, False
+        self.parameters_as_bucket_view = parameters_as_bucket_view
+        self.overlaps = False
         self.has_hooks: bool | None = None
         self._class, self._arguments, self._attributes = optimizer_class, defaults, dict[str, Any]()
         self._shard_gradients = shard_gradients

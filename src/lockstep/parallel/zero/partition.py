@@ -75,8 +75,8 @@ class FlatBuffer:
     """Parameters that lie back to back in ``flat``, and each rank's shard of it; see [Note: flat buffers].
 
     [Note: flat buffers]
-    Parameters of one device and dtype lie back to back in a *flat buffer*, as views of it. Those whose size is not a
-    multiple of 16 bytes come last, so that the others are aligned. Each rank owns a *shard* of the buffer: a slice of
+    Parameters of one device and dtype lie back to back in a *flat buffer*, as views of it. Parameters whose size is not
+    a multiple of 16 bytes come last, so that the others are aligned. Each rank owns a *shard* of the buffer: a slice of
     equal size, which begins at a multiple of 16 bytes; or, for optimizers that need whole parameters, a whole buffer.
     The memory is padded, so that one collective exchanges all slices. `ShardRange` gives the elements of a parameter in
     a shard. With ``shard_gradients`` a buffer has the layout of a bucket of the `DistributedDataParallel`, so that a

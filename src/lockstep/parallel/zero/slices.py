@@ -1,4 +1,4 @@
-"""Gradients that are reduced to slices: each rank gets the mean of those that it updates."""
+"""Gradients that are reduced to slices: each rank gets its slice of the mean."""
 
 import gc
 import weakref
@@ -21,17 +21,23 @@ from lockstep.parallel.ddp.buckets import Bucket
 from lockstep.parallel.ddp.comm_hooks import AllReduceMean, BucketReduction
 from lockstep.parallel.ddp.reducer import Reducer, live_reducers
 
+# Operators of torch that return a norm or divide by one, of which the overload is not named.
+_NORMS = {
+    *("norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm", "_foreach_norm", "native_norm"),
+    *("frobenius_norm", "nuclear_norm", "norm_except_dim", "normalize", "renorm", "renorm_"),
+}
+
 
 class _SlicedGradient(Tensor):
     """A gradient of which this rank has a slice: its norm is not that of the gradient, and so torch cannot clip it."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "norm" in func.__name__:
+        if func.__name__.partition(".")[0] in _NORMS:
             raise ConfigurationError(
-                "A norm of a gradient, as for clipping, needs all of it, but with shard_gradients=True this rank has a "
-                "slice.\nCall clip_grad_norm_() of the optimizer, which returns the norm of all (max_norm=math.inf "
-                "does not clip), or leave shard_gradients out."
+                "A norm of a gradient, as for clipping and lockstep verify, needs all of it, but with "
+                "shard_gradients=True this rank has a slice.\nCall clip_grad_norm_() of the optimizer, which returns "
+                "the norm of all (max_norm=math.inf does not clip), or leave shard_gradients out."
             )
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
@@ -156,8 +162,8 @@ class ReduceScatterMean(BucketReduction):
         if 0 <= offset < max(bucket.gradients.nbytes, 1):
             raise ConfigurationError(
                 "A backward adds to gradients that were already reduced to each rank's slice.\n"
-                "Call step() or zero_grad() first; run all but the last backward of a step in no_sync(), or leave "
-                "shard_gradients out."
+                "Call step() or zero_grad() first; run all but the last forward and backward of a step in no_sync(), "
+                "or leave shard_gradients out."
             )
 
 

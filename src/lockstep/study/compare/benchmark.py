@@ -142,7 +142,7 @@ def compare(
 
 
 def choose(strategies: Sequence[str], *, cuda: bool) -> tuple[tuple[StrategyName, ...], tuple[dict[str, str], ...]]:
-    """Return the strategies that take part, with ``single`` always first, and those that cannot.
+    """Return the strategies that take part, with ``single`` always first, and the strategies that cannot.
 
     Raises:
         ConfigurationError: There is no such strategy.
@@ -285,7 +285,7 @@ class Entrant:
             self.trainer.close()
 
     def turn(self, run: Callable[[Trainer], T]) -> T | None:
-        """Wait for all ranks, then call ``run`` on those that compute and return its result; None on the others."""
+        """Wait for all ranks, then call ``run`` on the ranks that compute and return its result; None on the others."""
         start = partial(start_together, self._strategy, self.num_threads, self._world)
         if self._num_steps_ahead and start() and self.trainer is not None:
             # Consume the batches that loader processes loaded while others were measured.
@@ -314,7 +314,7 @@ def _stop_loading(trainer: Trainer) -> None:
 
 
 def start_together(strategy: str, num_threads: int, world: World) -> bool:
-    """Wait for all ranks; return whether this one computes. Those that do leave at the same moment.
+    """Wait for all ranks; return whether this one computes. Ranks that do leave at the same moment.
 
     Collective: every rank. The others sleep until they are called again.
 

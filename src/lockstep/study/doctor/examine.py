@@ -21,7 +21,7 @@ from lockstep.study.doctor.findings import WORDS, Finding, NotChecked, Plan, Rep
 from lockstep.study.doctor.machine import read_machine, read_task
 from lockstep.study.doctor.network import Job, read_network, read_versions
 from lockstep.study.links import probe_link
-from lockstep.study.rehearse.runner import is_task
+from lockstep.train.task_file import is_script
 
 # How long ranks wait for each other; a launcher starts them within seconds.
 RENDEZVOUS_S = 20.0
@@ -39,7 +39,7 @@ def run(asked: Plan, env: RankEnv, environ: Mapping[str, str]) -> tuple[Report |
     Raises:
         ConfigurationError: The file does not exist, cannot be read, defines no task, or fails when it is imported.
     """
-    if asked.target is not None and not is_task(asked.target):
+    if asked.target is not None and is_script(asked.target):
         raise ConfigurationError(
             f"{asked.target} defines no task: lockstep doctor examines machines and tasks, and starts no script.\n"
             f"Record a run of the script with lockstep run --monitor runs/a {asked.target}, and look at it with "

@@ -215,7 +215,7 @@ class Machine:
         plan: The run.
         environ: The environment variables.
         task: The task, if there is one.
-        gpus: Those that the run may use, as the driver lists them.
+        gpus: The GPUs that the run may use, as the driver lists them.
         has_driver: Whether NVIDIA's driver is installed and CUDA_VISIBLE_DEVICES does not hide all GPUs.
         threads: Threads of each rank, if known.
         threads_from: What that number comes from.
@@ -436,7 +436,7 @@ def threads_too_few(machine: Machine) -> Iterator[Problem]:
 def processes_over_cores(machine: Machine) -> Iterator[Problem]:
     """Ranks and their loader workers are more processes than this process has cores.
 
-    The cores are those that an affinity mask (``taskset``, a scheduler) and the container's quota allow.
+    The cores are the ones that an affinity mask (``taskset``, a scheduler) and the container's quota allow.
     """
     ranks, workers, usable = machine.plan.devices, machine.plan.workers or 0, machine.usable
     processes = ranks * (1 + workers)

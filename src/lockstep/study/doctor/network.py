@@ -46,7 +46,7 @@ class Network:
 
     Attributes:
         plan: The run.
-        interfaces: Those that are up, in the system's order.
+        interfaces: The interfaces that are up, in the system's order.
         gloo: Gloo's interface; empty if unknown.
         environ: The variables that name interfaces, if set.
         host: The name of this host, which Gloo and torchrun give to the other machines.
@@ -113,9 +113,9 @@ def nccl_interfaces(interfaces: tuple[Interface, ...], chosen: str | None) -> li
     Args:
         interfaces: All of the machine.
         chosen: The value of ``NCCL_SOCKET_IFNAME``, if it is set: prefixes, or exact names after ``=``; after ``^``
-            those that are excluded.
+            the interfaces that are excluded.
 
-    Source: NCCL's manual, "Environment variables": without a choice, those that begin with ``ib`` come first, and
+    Source: NCCL's manual, "Environment variables": without a choice, interfaces that begin with ``ib`` come first, and
     ``docker`` and ``lo`` are used only if there is no other.
     """
     if not chosen:

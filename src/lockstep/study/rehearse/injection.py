@@ -38,7 +38,7 @@ class FaultInjector:
 
     Args:
         folder: The folder for the notes about faults that struck.
-        rules: All rules, as `lockstep.study.rehearse.runner` writes them; those of other ranks are ignored.
+        rules: All rules, as `lockstep.study.rehearse.runner` writes them; rules of other ranks are ignored.
     """
 
     def __init__(self, folder: str, rules: list[dict[str, Any]]) -> None:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from subprocess import DEVNULL, PIPE, STDOUT, Popen, TimeoutExpired
 from typing import IO, NamedTuple
 
@@ -20,7 +19,6 @@ from rich.text import Text
 
 from lockstep.errors import ConfigurationError
 from lockstep.launcher.bootstrap import RANK_SETUP
-from lockstep.launcher.command import defines_task
 from lockstep.launcher.reaper import Reaper
 from lockstep.study.common import Table
 from lockstep.study.rehearse import fault_rules
@@ -107,23 +105,6 @@ def rehearse(
     # With a single rank, messages do not name it.
     judged = [replace(rule, rank=None) for rule in rules] if num_ranks == 1 else rules
     return Rehearsal(judge_all(judged, struck, lines, code), code, seconds)
-
-
-def is_task(file: str) -> bool:
-    """Return whether a file describes a task for ``lockstep train``, rather than being a script, without running it.
-
-    ``FILE.py:NAME`` does, and so does a file that makes a ``Task`` and has something named ``task``.
-
-    Raises:
-        ConfigurationError: It cannot be read.
-    """
-    path, _, name = file.rpartition(".py:")
-    if path and name.isidentifier():
-        return True
-    try:
-        return defines_task(Path(file).read_text("utf-8", errors="replace"))
-    except OSError as error:
-        raise ConfigurationError(f"{file} cannot be read: {error.strerror}.\nCheck the path.") from None
 
 
 class Line(NamedTuple):

@@ -191,7 +191,7 @@ _SHORT_S = 180
 # Metrics of each kind: a record may have any number.
 _MOST_METRICS = 50
 
-# The events that curves show. Those that are planned are short lines, as there may be many.
+# The events that curves show. Planned ones are short lines, as there may be many.
 _MARKS = dict.fromkeys(("recovery", "restart", "resume", "skipped", "error", "stop"), drawing.ORANGE)
 _MARKS |= {"straggler": drawing.GREY, "profile": drawing.GREY}
 _PLANNED = {"checkpoint": drawing.SKY, "evaluation": drawing.GREY}
@@ -238,7 +238,7 @@ def _logged(name: str, step: StepLine) -> float | None:
 
 
 def shown_ranks(view: View, most: int = MOST_ROWS) -> list[int]:
-    """Return the ranks that a plot shows: all, or if there are many, those that others wait for most."""
+    """Return the ranks that a plot shows: all, or if there are many, the ranks that others wait for most."""
     return sorted(sorted(view.run.ranks, key=lambda rank: (-view.figures.last_share.get(rank, 0.0), rank))[:most])
 
 

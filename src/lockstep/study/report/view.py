@@ -63,7 +63,7 @@ class View:
 
     @property
     def advice(self) -> list[Advice]:
-        """Changes that are worthwhile, largest gain first. Those that change the results of training come last.
+        """Changes that are worthwhile, largest gain first. Changes that alter the results of training come last.
 
         The gain is the ratio of the present time of a step to the predicted one. Without a prediction there is none.
         """
@@ -277,7 +277,7 @@ def _pauses(view: View) -> Iterator[Advice]:
         yield Advice(cause, f"half as many of them ({view.how(kind)})", 1 / (1 - min(share, 0.99) / 2))
 
 
-# Ways to exchange gradients, with whether they keep the results of training. Those that compress have a ratio.
+# Ways to exchange gradients, with whether they keep the results of training. Ways that compress have a ratio.
 _METHODS = {
     "rounding gradients for the exchange": (Method("bf16", cost=Cost(0.5)), True),
     "rounding gradients to 8 bits, with error feedback": (Method("int8", cost=Cost(0.25)), True),
@@ -286,7 +286,8 @@ _METHODS = {
 
 
 def _exchange(view: View) -> Iterator[Advice]:
-    network, cause = view.network, f"Exposed communication is {view.share('wire')} of the step"
+    network = view.network
+    cause = f"Exposed communication is {view.share('wire')} of the step"
     if view.run.config.get("strategy") != "ddp":
         return
     for effect, (method, keeps_run) in _METHODS.items():

@@ -133,7 +133,7 @@ def study_apart(findings: Findings, norms: Mapping[str, str], run: Run) -> tuple
 
     Args:
         findings: Gets the findings.
-        norms: Batch norm layers; those that use the statistics of all ranks stay as they are.
+        norms: Batch norm layers; layers that use the statistics of all ranks stay as they are.
         run: Runs an experiment.
     """
     local = [name for name, kind in norms.items() if "Sync" not in kind]

@@ -119,7 +119,7 @@ class Trace:
     Attributes:
         sizes: Number of samples of the data set (None for a stream) and of a global batch.
         initial: Before the first step.
-        seen: What a `Watch` has seen of each feature; those of which it has seen nothing have no effect on the task.
+        seen: What a `Watch` has seen of each feature; features of which it has seen nothing have no effect on the task.
     """
 
     sizes: dict[str, int | None]
@@ -209,7 +209,7 @@ class TraceComparison:
     """The comparison of two runs.
 
     Attributes:
-        differences: Those beyond the tolerance, in the order in which they occurred.
+        differences: The differences beyond the tolerance, in the order in which they occurred.
         worst: By kind, the largest relative difference, including differences within the tolerance.
     """
 

@@ -140,7 +140,7 @@ def is_batch_norm(module: nn.Module) -> bool:
 
 
 class Watch(TorchDispatchMode):  # type: ignore[misc]
-    """While entered, observes random draws and writes of forward, and turns off those in ``off``.
+    """While entered, observes random draws and writes of forward, and turns off the switches in ``off``.
 
     Torch's random operators are observed below autograd, where each of them has a tag, whichever generator it uses.
     Python's and NumPy's are observed where programs get them; see `generators`. A draw that is turned off returns a
@@ -416,7 +416,7 @@ class SampleRecorder:
         self._pending = []
 
     def end_step(self) -> list[LoadedSample]:
-        """Return the samples of the step; those loaded after the last use belong to the next step."""
+        """Return the samples of the step; samples loaded after the last use belong to the next step."""
         used, self._used = self._used, []
         return used
 
@@ -639,7 +639,7 @@ class SandboxedTask:
 
 
 def _leaves(loss: Tensor) -> Iterator[nn.Parameter]:
-    """Yield the parameters that ``loss`` depends on, also those outside of the model."""
+    """Yield the parameters that ``loss`` depends on, also parameters outside of the model."""
     seen, nodes = set(), [loss.grad_fn]
     while nodes:
         if (node := nodes.pop()) is not None and node not in seen:

@@ -171,7 +171,7 @@ def perform_and_keep(subject: Subject, experiment: Experiment, given: Given, wor
         norms = {name: type(one).__name__ for name, one in loop.models[0].named_modules() if is_batch_norm(one)}
         seen: dict[str, tuple[str, ...]] = {name: tuple(sorted(names)) for name, names in sandbox.watch.seen.items()}
         traces = [Trace(loop.sizes, start, tuple(so_far), seen) for start, so_far in zip(initial, steps, strict=True)]
-        # Those that have changed.
+        # The parameters that have changed.
         outside = (leaf for leaf, before in sandbox.outside.values() if fingerprint(leaf).digest != before)
         shapes = tuple(str(tuple(leaf.shape)) for leaf in outside)
         return traces, Given(samples, loop.sizes, initial_state, sandbox.tasks[0].rates, norms, outside=shapes)

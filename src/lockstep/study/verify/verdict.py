@@ -162,7 +162,7 @@ class Setup:
     Attributes:
         name: Of the file of the task, or of the script.
         num_devices: Ranks.
-        steps: Those that were compared.
+        steps: The steps that were compared.
         precision: In which it is computed, such as ``float64`` or ``bf16 autocast``.
         tolerance: How far apart numbers may be.
         engine: What averages gradients: ``ddp``, torch's or ours, or ``none`` if a script has no wrapper.

@@ -29,7 +29,7 @@ def make_strategy(
     *,
     is_first: bool,
 ) -> strategies.Strategy:
-    """Return the strategy ``name``. Collective for those with a process for each device: every rank.
+    """Return the strategy ``name``. Collective for strategies with a process for each device: every rank.
 
     ``model`` is on the first of ``devices``, which are this process's. After a recovery, which is not the first time,
     all ranks hold the same model.

@@ -363,7 +363,7 @@ class Reproducible(Strategy):
         if any(parameter.requires_grad for parameter in self._frozen):
             self._lay_out()  # unfrozen by a callback
         for parameter in self._parameters:
-            parameter.grad = None  # also those that the optimizer does not have
+            parameter.grad = None  # also of parameters that the optimizer does not have
         if self._in_use is not None:
             # No gradient is a view of it now.
             self._sums.give_back([self._in_use])

@@ -394,7 +394,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
         "lockstep report runs/a.\n"
     )
     assert main(["doctor", "train"]) == 2
-    assert "lockstep: train cannot be read: No such file or directory." in capsys.readouterr().err
+    assert "lockstep: train does not exist." in capsys.readouterr().err
     assert main(["doctor", "--devices", "0"]) == 2
     capsys.readouterr()
     environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}

@@ -3,7 +3,7 @@
 import pytest
 
 from lockstep.study.rehearse.fault_rules import Note, parse
-from lockstep.study.rehearse.runner import Line, is_task, judge, judge_all, ranks_in
+from lockstep.study.rehearse.runner import Line, judge, judge_all, ranks_in
 
 STRUCK = Note(1, 5, 1_000_000_000)
 
@@ -106,20 +106,3 @@ def test_a_fault_that_never_struck_is_no_success():
 
 def test_ranks_in_a_line():
     assert ranks_in("Rank 3 waits; ranks 0-2, 5 and 7 do not; [rank11]: x; frank 9") == {0, 1, 2, 3, 5, 7, 11}
-
-
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("import lockstep\ntask = lockstep.Task(model=m)", True),
-        ("from lockstep import Task\ndef task():\n    return Task(model=m)", True),
-        ("task = 'cola'\nprint(task)", False),
-        ("t = Task()", False),
-        ("def (", False),
-    ],
-)
-def test_what_is_a_task(tmp_path, source, expected):
-    path = tmp_path / "x.py"
-    path.write_text(source)
-    assert is_task(str(path)) is expected
-    assert is_task(f"{path}:other") is True

@@ -157,7 +157,7 @@ class DataRecorder:
         return bool(self._batches)
 
     def restart(self) -> None:
-        """Count updates anew: those before the first batch of a loader were a preparation."""
+        """Count updates anew: updates before the first batch of a loader were a preparation."""
         self.num_updates = 0
         for pass_ in self.passes:
             pass_.num_before = 0

@@ -25,7 +25,7 @@ _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
 _MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 1
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _RULESET_VERSION, _RULE_PATH_BENEATH, _PR_SET_NO_NEW_PRIVS = 1, 1, 38
-# Rights of Landlock's first version: write a file, remove and make files of all kinds; then those that came later.
+# Rights of Landlock's first version: write a file, remove and make files of all kinds; then the rights that came later.
 _WRITES, _REFER, _TRUNCATE = 1 << 1 | 0x1FF << 4, 1 << 13, 1 << 14
 
 # They hold devices, sockets and settings, but no files of a person; apart from disks that a desktop has mounted.

@@ -66,7 +66,7 @@ class ScriptStep(StepTrace):
         indices: Of the samples from which this rank computed its gradients.
         drawn: By generator from which numbers were drawn, other than for data, a digest of its state before.
         num_backwards: How many backwards its gradients are from.
-        operations: Those that made the loss, the last one first.
+        operations: The operations that made the loss, the last one first.
         before_clipping: A digest of the gradients when they were clipped; None if they were not.
         outside: Names of the updated parameters that are in no data-parallel wrapper, if there is one.
         bypassed: Whether forward was called on the module in the wrapper, or the backward was in ``no_sync``.

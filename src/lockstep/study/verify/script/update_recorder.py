@@ -45,7 +45,7 @@ class Models:
         self._modules[id(module)] = weakref.ref(module)
 
     def all(self) -> list[nn.Module]:
-        """Return those that are in use."""
+        """Return the modules that are in use."""
         found = {key: module for key, ref in self._modules.items() if (module := ref()) is not None}
         self._modules = {key: self._modules[key] for key in found}
         return [module for module in found.values() if "_modules" in vars(module)]
@@ -60,7 +60,7 @@ class Models:
     def roots(self) -> dict[str, nn.Module]:
         """Return the outermost modules, without wrappers, by a prefix for the names of what they have.
 
-        First those that were trained, in the order of the updates; then others whose class no other has, such as
+        First the modules that were trained, in the order of the updates; then others whose class no other has, such as
         averages.
         """
         modules = self.all()
