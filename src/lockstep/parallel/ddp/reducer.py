@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from itertools import chain, takewhile
 from operator import attrgetter
 from typing import Any, NoReturn, cast
@@ -517,10 +517,10 @@ class Reducer:
             self._step.unsettled = self._put_hooks_last(arrived)
         self._notify(Event.BACKWARD)
         # Ranks without data send no digest, and hooks of the script may keep replicas apart.
-        is_compared = (
-            self.only_step is None and self.reduction.sums_payloads and not is_capturing(self.bucket_set.device)
-        )
-        self.weights.digest = self.replicas.digest(self.num_steps) if is_compared else 0
+        self.weights.is_captured = is_capturing(self.bucket_set.device)
+        is_compared = self.only_step is None and self.reduction.sums_payloads and not self.weights.is_captured
+        if self.replicas.taken or self.num_steps == self.replicas.next_due:
+            self.weights.digest = self.replicas.digest(self.num_steps, is_compared=is_compared)
         self.weights.check_last_step()
         if self.weights.window is not None:
             self.weights.window.begin_backward(self._used, accumulates=False, arrived=arrived)
@@ -592,7 +592,7 @@ class Reducer:
             if last not in bucket.members:  # complete before, but unnoticed
                 self._watch(bucket.members)
             self._launch(step, bucket)
-            if self.finishes_early and self._finishes_one_by_one and self.reduction.finishes_alone:
+            if self.finishes_early and self.weights.window is None and self.reduction.finishes_alone:
                 self._finish_early(step)
         step.num_awaited = sys.maxsize  # the others wait until the step closes
 
@@ -607,7 +607,7 @@ class Reducer:
         if not all_used:
             bucket.check_missing(self._used)
         divisor = self.divisor if self.reduction.sums_payloads else None
-        carrier = self.weights.carrier([step.carrier, bucket] if step.carrier else [bucket])
+        carrier = self.weights.carrier(step.carrier, bucket)
         scale = self.weights.scale(bucket.spec.parameters, self._used, divisor, carries=carrier is bucket)
         if self._skip_unused_buckets and bucket.members.isdisjoint(self._used):  # the caller: so it is on all ranks
             return
@@ -664,8 +664,9 @@ class Reducer:
             if any(map(_missing_in, step.in_flight)):
                 self._late = set(range(len(self._hooks))) - self._used
                 self._watch(self._late)
-            if self.weights.window is None:  # which moves gradients away for a while
-                self.replicas.after_step(self.bucket_set.parameters, self.num_steps + 1)
+            # A window of weights moves gradients away for a while.
+            if self.num_steps + 1 == self.replicas.next_due and self.weights.window is None:
+                self.replicas.after_step(self.bucket_set.parameters)
             self._used = set()
             self._updates.begin_count()
             if step.num_calls_before is not None:
@@ -703,7 +704,8 @@ class Reducer:
         if not step.in_flight and not self.weights.has_new:
             return
         unfinished = step.in_flight[step.num_finished :]
-        if self._finishes_one_by_one:
+        # Without a sum of weights and separate counts, a bucket's own collective is enough.
+        if self.weights.window is None and self.reduction.sums_payloads:
             self._finish(step, unfinished, num_users=num_users)
             self.weights.correction(step.carrier, None, message)  # raises if other ranks gave weights
             return
@@ -801,11 +803,6 @@ class Reducer:
             step.num_finished += 1
             self._notify(Event.REDUCED, bucket)
 
-    @property
-    def _finishes_one_by_one(self) -> bool:
-        """Whether a bucket's own collective is enough: there is no sum of weights, and no separate counts."""
-        return self.weights.window is None and self.reduction.sums_payloads
-
     def _wait_for(self, bucket: Bucket) -> None:
         """Wait for ``bucket``, unless this has been done."""
         if bucket.future is not None:
@@ -896,7 +893,7 @@ class Reducer:
             bucket.future = self._wait_in(start, bucket, is_observed=False)
         if self.weights.some_lack:
             self._exchange_used()
-        self._correction(buckets, self.weights.carrier(buckets), message)
+        self._correction(buckets, reduce(self.weights.carrier, buckets, None), message)
         for bucket in buckets:
             self._wait_for(bucket)
         if self.weights.agree_on_new(has_data=False):
@@ -919,7 +916,8 @@ class Reducer:
                     wait_for_call(bucket.future)
 
     def _drop_step(self) -> None:
-        self._step, self.weights.parts, self.weights.digest = None, set(), 0
+        self._step, self.weights.parts = None, set()
+        self.weights.digest, self.weights.is_captured = 0, False
         if self.weights.window is not None:
             self.weights.window.close()
 

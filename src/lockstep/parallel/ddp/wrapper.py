@@ -198,8 +198,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         )
         self._wrapped_parameters = WrappedParameters(self.module, self.parameters_to_ignore, bucket_set)
         self.reducer = Reducer(bucket_set, group=group, skip_unused_buckets=self.skip_all_reduce_unused_params)
-        self.reducer.replicas.every = self._check_every
-        self.reducer.replicas.parameters = partial(_parameters_of, weakref.ref(self))
+        self.reducer.replicas.begin(partial(_parameters_of, weakref.ref(self)), every=self._check_every)
         self._sync_layers = SyncLayerShadow(self.module, group=group, device=self.device, weights=self.reducer.weights)
         # Also used by `fit`: the gradients, one tensor for each bucket.
         self.flat_gradients = bucket_gradients.FlatGradients(self.reducer, self.module.parameters())

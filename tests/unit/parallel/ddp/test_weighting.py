@@ -1,6 +1,7 @@
 """What gradients are multiplied by, before and after the sum over the ranks."""
 
 import math
+from functools import reduce
 from unittest import mock
 
 import numpy as np
@@ -56,7 +57,7 @@ def bucket(weight=1.0, dtype=torch.float64, missing=0.0, **attributes):
 
 
 def correction(each, *buckets):
-    return each.correction(each.carrier(buckets), None, each.message())
+    return each.correction(reduce(each.carrier, buckets, None), None, each.message())
 
 
 def scale(each, used, divisor):
