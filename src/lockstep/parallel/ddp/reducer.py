@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial, reduce
-from itertools import chain, takewhile
+from itertools import chain
 from operator import attrgetter
 from typing import Any, NoReturn, cast
 
@@ -516,10 +516,10 @@ class Reducer:
         if sum(map(len, self._hook_dicts)) > len(self._hooks):
             self._step.unsettled = self._put_hooks_last(arrived)
         self._notify(Event.BACKWARD)
-        # Ranks without data send no digest, and hooks of the script may keep replicas apart.
-        self.weights.is_captured = is_capturing(self.bucket_set.device)
-        is_compared = self.only_step is None and self.reduction.sums_payloads and not self.weights.is_captured
         if self.replicas.taken or self.num_steps == self.replicas.next_due:
+            # Ranks without data send no digest, and hooks of the script may keep replicas apart.
+            may_send = self.only_step is None and self.reduction.sums_payloads
+            is_compared = may_send and not is_capturing(self.bucket_set.device)
             self.weights.digest = self.replicas.digest(self.num_steps, is_compared=is_compared)
         self.weights.check_last_step()
         if self.weights.window is not None:
@@ -615,8 +615,7 @@ class Reducer:
         bucket.gather(None if all_used else self._used, scale, late=self.reduction.takes_pieces)
         self._notify(Event.GATHERED, bucket)
         # Also if not alone: on shm a call begins in this thread, and continues in it if no rank is late.
-        start = partial(self.reduction.start, bucket, alone=alone)
-        bucket.future = self._wait_in(start, bucket, is_observed=alone)
+        bucket.future = self._wait_in(self.reduction.start, bucket, alone=alone, is_observed=alone)
         # From here on the reduction may write to the bucket until its future is done, even if this step fails.
         step.in_flight.append(bucket)
         self._notify(Event.LAUNCHED, bucket)
@@ -747,7 +746,7 @@ class Reducer:
             if step is not None:
                 self._launch(step, bucket)
             else:
-                bucket.future = self._wait_in(partial(self.reduction.start, bucket, alone=False), bucket)
+                bucket.future = self._wait_in(self.reduction.start, bucket, alone=False)
         num_users = None
         if not self.reduction.sums_payloads:
             for bucket in new:
@@ -776,13 +775,13 @@ class Reducer:
         if has_streams and self._finishing_stream is None:  # a separate stream: backward must not wait for reductions
             self._finishing_stream = torch.Stream(self.bucket_set.device)
 
-        def is_reduced(bucket: Bucket) -> bool:
-            assert bucket.future is not None
-            # Reading the tail would make the host wait for the device.
-            return bucket.future.done() and not (has_streams and (bucket.missing or bucket.spec.sparse))
-
         with self._finishing_stream or nullcontext():
-            self._finish(step, takewhile(is_reduced, step.in_flight[step.num_finished :]))
+            for bucket in step.in_flight[step.num_finished :]:
+                assert bucket.future is not None
+                # Reading the tail would make the host wait for the device.
+                if not bucket.future.done() or (has_streams and (bucket.missing or bucket.spec.sparse)):
+                    break
+                self._finish(step, [bucket])
 
     def _finish(
         self, step: Step, buckets: Iterable[Bucket], factor: float | Tensor = 1.0, num_users: list[int] | None = None
@@ -806,18 +805,20 @@ class Reducer:
     def _wait_for(self, bucket: Bucket) -> None:
         """Wait for ``bucket``, unless this has been done."""
         if bucket.future is not None:
-            self._wait_in(partial(self.reduction.finish, bucket, bucket.future), bucket)
+            self._wait_in(self.reduction.finish, bucket, future=bucket.future)
             bucket.future = None
 
-    def _wait_in(self, function: Callable[[], Any], bucket: Bucket, *, is_observed: bool = True) -> Any:
+    def _wait_in(
+        self, function: Callable[..., Any], bucket: Bucket, *, is_observed: bool = True, **arguments: Any
+    ) -> Any:
         """Call ``function``; report the bucket to the watchdog, to observers and in traces, and name it in errors."""
         activity.now.bucket = bucket.position, bucket.names
         if is_observed:
             self._notify(Event.WAIT, bucket)
-        name = f"exchange/bucket {bucket.position}{'' if bucket.future is None else ' wait'}"
+        name = f"exchange/bucket {bucket.position}{' wait' * (bucket.future is not None)}" if ranges.now else ""
         try:
-            with ranges.around(name) if ranges.now else nullcontext():
-                return function()
+            with ranges.around(name) if name else nullcontext():
+                return function(bucket, **arguments)
         except ConfigurationError:  # an error of the caller, not of the reduction
             raise
         except RuntimeError as error:
@@ -889,8 +890,7 @@ class Reducer:
             self.weights.agree_first(message)
         buckets = self.bucket_set.scratch()
         for bucket in buckets:
-            start = partial(self.reduction.start, bucket, alone=False)
-            bucket.future = self._wait_in(start, bucket, is_observed=False)
+            bucket.future = self._wait_in(self.reduction.start, bucket, alone=False, is_observed=False)
         if self.weights.some_lack:
             self._exchange_used()
         self._correction(buckets, reduce(self.weights.carrier, buckets, None), message)
@@ -916,8 +916,7 @@ class Reducer:
                     wait_for_call(bucket.future)
 
     def _drop_step(self) -> None:
-        self._step, self.weights.parts = None, set()
-        self.weights.digest, self.weights.is_captured = 0, False
+        self._step, self.weights.parts, self.weights.digest = None, set(), 0
         if self.weights.window is not None:
             self.weights.window.close()
 

@@ -116,28 +116,25 @@ class Replicas:
             step: Counted from 1: the next due one, or any while there is something in `taken`.
             is_compared: Whether they may be taken and sent in this step.
         """
-        is_due, reduced = step == self.next_due, self._reduced
+        is_due = step == self.next_due
         if is_due:
             self.next_due = min(1 << step.bit_length(), step - step % self.every + self.every)
-            self._reduced = None
-        if not is_compared:
-            return 0
-        if is_due:
+        if is_due and is_compared:
             assert self._parameters is not None
             named = self._parameters()
-            state = {_ORDER: float(self.number)} if self.number else {}
-            for name, tensor in named.items():
-                if not tensor.requires_grad:
-                    state[f"{_TRAINS} {name}"] = 0.0
-            if reduced is not None:
-                parameter, before, version = reduced
+            state = {f"{_TRAINS} {name}": 0.0 for name, parameter in named.items() if not parameter.requires_grad}
+            state |= {_ORDER: float(self.number)} if self.number else {}
+            if self._reduced is not None:
+                parameter, before, version = self._reduced
                 gradient = parameter.grad
                 # In place, a script may have zeroed it, or clipped it, or added to it.
                 if gradient is None or (gradient is before() and version_of(gradient) == version):
                     state[_KEPT] = float(gradient is not None)
+                self._reduced = None
             state |= self._numbers if self._numbers_of == step else {}
             self.taken.append((step, HostCopy(fold(list(named.values()), self._device)), state))
-        if not self.taken or (self._device.type != "cpu" and step < self.taken[0][0] + _NUM_LATER):
+        wait = 0 if self._device.type == "cpu" else _NUM_LATER
+        if not is_compared or not self.taken or step < self.taken[0][0] + wait:
             return 0
         self._last_step = self._step
         self._step, copy, self._compared = self.taken.popleft()

@@ -23,6 +23,7 @@ from lockstep.parallel.ddp.buckets import Bucket, GradientScale
 from lockstep.parallel.ddp.shares import BatchPart
 
 USUAL_UPDATES = 1  # the optimizer steps between two reductions
+_USUAL_STATE = {"lacks_gradients": False, "num_updates": USUAL_UPDATES, "digest": 0, "has_new": False}
 NUM_UNREAD = 4  # the steps by which a host without weights and missing gradients may be ahead of its device
 # The dtypes that can hold a sum of weights, with the precision of the gradients in the same message.
 _WIDTHS = {torch.float32: 1, torch.complex64: 1, torch.float64: 2, torch.complex128: 2}
@@ -456,7 +457,6 @@ class Weights:
         num_updates: How many times the optimizer has stepped since the last reduction; None: not known.
         parts: Of the batches that this rank has used since the last reduction.
         digest: Of its replica, see replicas.py; 0 if it is not compared in this step.
-        is_captured: Whether the step is captured in a CUDA graph, which always sends the same message.
         has_new: Whether this rank has new parameters, see [Note: unfrozen parameters].
         refuse_replicas: Raises an error if replicas differ, or returns that they may. Collective: every rank.
         encode: Returns a message of this rank; without arguments that of a rank without data.
@@ -475,7 +475,7 @@ class Weights:
         self._plain_sums: list[float] = []  # the last that were in order, with nothing to do about them
         self._typical = 1.0
         self.parts: set[BatchPart] = set()
-        self.digest, self.is_captured = 0, False
+        self.digest = 0
         self.has_new = self._some_have_new = False
         self.refuse_replicas: Callable[[], bool] = lambda: False
         # On a device: the sums of messages, being copied to the host, and the batches of their steps.
@@ -498,12 +498,11 @@ class Weights:
 
     def message(self) -> tuple[float, ...]:
         """Return the message that this rank sends at the end of a step."""
-        window = self.window
-        state: dict[str, Any] = {"num_updates": USUAL_UPDATES}
-        if not self.is_captured:
-            digest = sum(map(attrgetter("digest"), self.parts)) + self.digest & 0xFFFF
-            state = {"lacks_gradients": self.lacks_gradients, "num_updates": self.num_updates}
-            state |= {"digest": digest, "has_new": self.has_new}
+        window, digest = self.window, sum(map(attrgetter("digest"), self.parts)) + self.digest & 0xFFFF
+        state: dict[str, Any] = {"lacks_gradients": self.lacks_gradients, "num_updates": self.num_updates}
+        state |= {"digest": digest, "has_new": self.has_new}
+        if state != _USUAL_STATE and is_capturing(self.device):  # each replay will send the same message
+            state = _USUAL_STATE
         if window is None:
             return self.encode(is_missing=True, **state)
         is_missing = window.has_unweighed or not window.is_weighed

@@ -865,18 +865,16 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
 def _parameters_of(wrapper: weakref.ref[DistributedDataParallel]) -> dict[str, Tensor]:
     """Return the parameters that the ranks should hold alike, also of a module that the script has put in since."""
     model = wrapper()
-    return (
-        {}
-        if model is None
-        else {
-            name: parameter
-            for name, parameter in model.module.named_parameters()
-            if name not in model.parameters_to_ignore
-            and parameter.layout is torch.strided
-            and parameter.numel()
-            and not (parameter.is_meta or is_sharded(parameter))
-        }
-    )
+    if model is None:
+        return {}
+    return {
+        name: parameter
+        for name, parameter in model.module.named_parameters()
+        if name not in model.parameters_to_ignore
+        and parameter.layout is torch.strided
+        and parameter.numel()
+        and not (parameter.is_meta or is_sharded(parameter))
+    }
 
 
 def _call(module: Any, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
