@@ -56,9 +56,9 @@ class Replicas:
         # A parameter, its gradient, which keeps its bucket in use, and the version of that.
         self._reduced: tuple[Tensor, weakref.ref[Tensor], int] | None = None
         self._num_groups: dict[int, int] = {}  # of an optimizer, by its id
-        # Numbers of the update before the next check: by name, the step after it, and the parameters it has updated.
+        # Of the update before the next due step: numbers by name, and the parameters it has updated.
         self._numbers: dict[str, float] = {}
-        self._numbers_of, self._updated = 0, set[int]()
+        self._updated: set[int] = set()
         self._compared: dict[str, float] = {}  # the numbers that were sent last
         self._step = self._last_step = 0  # of the newest check that was sent, and of the one before
 
@@ -77,7 +77,7 @@ class Replicas:
         before = self._num_groups.get(id(optimizer))
         self._num_groups[id(optimizer)] = len(optimizer.param_groups)
         if step == self.next_due:
-            self._add_numbers(optimizer, step)
+            self._add_numbers(optimizer)
         return before != len(optimizer.param_groups)
 
     def after_step(self, parameters: Iterable[Tensor]) -> None:
@@ -86,13 +86,11 @@ class Replicas:
         noted = ((each, weakref.ref(grad), version_of(grad)) for each, grad in found if grad is not None)
         self._reduced = next(noted, None)
 
-    def _add_numbers(self, optimizer: Optimizer, step: int) -> None:
+    def _add_numbers(self, optimizer: Optimizer) -> None:
         """Record the numbers in the groups of an optimizer.
 
         At once, and not by reference: when an optimizer that a script has dropped is freed, differs between ranks.
         """
-        if self._numbers_of != step:
-            self._numbers, self._numbers_of, self._updated = {}, step, set()
         parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if not parameters.isdisjoint(self._updated):
             return  # the optimizer of a rank's part, within a ZeroRedundancyOptimizer
@@ -119,28 +117,28 @@ class Replicas:
         is_due = step == self.next_due
         if is_due:
             self.next_due = min(1 << step.bit_length(), step - step % self.every + self.every)
+            numbers, self._numbers, self._updated = self._numbers, {}, set()
+            reduced, self._reduced = self._reduced, None
         if is_due and is_compared:
             assert self._parameters is not None
             named = self._parameters()
             state = {f"{_TRAINS} {name}": 0.0 for name, parameter in named.items() if not parameter.requires_grad}
             state |= {_ORDER: float(self.number)} if self.number else {}
-            if self._reduced is not None:
-                parameter, before, version = self._reduced
+            if reduced is not None:
+                parameter, before, version = reduced
                 gradient = parameter.grad
                 # In place, a script may have zeroed it, or clipped it, or added to it.
                 if gradient is None or (gradient is before() and version_of(gradient) == version):
                     state[_KEPT] = float(gradient is not None)
-                self._reduced = None
-            state |= self._numbers if self._numbers_of == step else {}
-            self.taken.append((step, HostCopy(fold(list(named.values()), self._device)), state))
+            self.taken.append((step, HostCopy(fold(list(named.values()), self._device)), state | numbers))
         wait = 0 if self._device.type == "cpu" else _NUM_LATER
         if not is_compared or not self.taken or step < self.taken[0][0] + wait:
             return 0
         self._last_step = self._step
         self._step, copy, self._compared = self.taken.popleft()
         total = int(copy.value if copy.has_arrived() else copy.read())
-        numbers = zlib.crc32(repr(sorted(self._compared.items())).encode()) if self._compared else 0
-        return ((total ^ total >> 16 ^ total >> 32 ^ total >> 48) + numbers) & 0xFFFF
+        others = zlib.crc32(repr(sorted(self._compared.items())).encode()) if self._compared else 0
+        return ((total ^ total >> 16 ^ total >> 32 ^ total >> 48) + others) & 0xFFFF
 
     def refuse_difference(self) -> bool:
         """Compare everything; return whether digests may differ though replicas do not, but for rounding.

@@ -125,6 +125,17 @@ def test_a_rank_without_weights_looks_at_the_others_when_its_next_backward_begin
     each.check_last_step()
 
 
+def test_sums_like_those_of_the_step_before_are_not_decoded_and_others_are():
+    each = Weights(Group(), CPU)
+    for _ in range(2):
+        with mock.patch.object(weighting, "refuse_apart", wraps=refuse_apart) as decoded:
+            assert [correction(each, bucket(0.0, missing=17.0)) for _ in range(2)] == [1.0, 1.0]
+        assert decoded.call_count == 1
+        with pytest.raises(ConfigurationError, match="rank 0 ran a backward without one"):
+            correction(each, bucket(8.0, missing=1.0))
+        assert correction(each, bucket(8.0)) == 0.5  # weights: so the next plain sums are read anew
+
+
 def test_a_captured_step_has_no_weights():
     with mock.patch("torch.cuda.is_current_stream_capturing", return_value=True):
         assert correction(Weights(Group(), CPU), on_gpu()) == 1.0
