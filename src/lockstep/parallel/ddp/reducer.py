@@ -808,17 +808,15 @@ class Reducer:
             self._wait_in(self.reduction.finish, bucket, future=bucket.future)
             bucket.future = None
 
-    def _wait_in(
-        self, function: Callable[..., Any], bucket: Bucket, *, is_observed: bool = True, **arguments: Any
-    ) -> Any:
-        """Call ``function``; report the bucket to the watchdog, to observers and in traces, and name it in errors."""
+    def _wait_in(self, call: Callable[..., Any], bucket: Bucket, *, is_observed: bool = True, **arguments: Any) -> Any:
+        """Make the call; report the bucket to the watchdog, to observers and in traces, and name it in errors."""
         activity.now.bucket = bucket.position, bucket.names
         if is_observed:
             self._notify(Event.WAIT, bucket)
         name = f"exchange/bucket {bucket.position}{' wait' * (bucket.future is not None)}" if ranges.now else ""
         try:
             with ranges.around(name) if name else nullcontext():
-                return function(bucket, **arguments)
+                return call(bucket, **arguments)
         except ConfigurationError:  # an error of the caller, not of the reduction
             raise
         except RuntimeError as error:

@@ -131,8 +131,7 @@ class Replicas:
                 if gradient is None or (gradient is before() and version_of(gradient) == version):
                     state[_KEPT] = float(gradient is not None)
             self.taken.append((step, HostCopy(fold(list(named.values()), self._device)), state | numbers))
-        wait = 0 if self._device.type == "cpu" else _NUM_LATER
-        if not is_compared or not self.taken or step < self.taken[0][0] + wait:
+        if not is_compared or not self.taken or (self._device.type != "cpu" and step < self.taken[0][0] + _NUM_LATER):
             return 0
         self._last_step = self._step
         self._step, copy, self._compared = self.taken.popleft()
