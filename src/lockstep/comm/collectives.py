@@ -239,12 +239,12 @@ def wait_for(handle: Any, operation: str = "a collective") -> Any:
     return _blocking(operation, lambda: handle)
 
 
-def _blocking(operation: str, start: Callable[[], Any]) -> Any:
+def _blocking(operation: str, start: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Start a collective and wait for it. Some groups run it already in the call that starts it."""
     started_s = time.perf_counter()
     try:
         with activity.waiting(operation):
-            return wait_for_call(start())
+            return wait_for_call(start(*args, **kwargs))
     except RuntimeError as error:  # errors of Gloo and NCCL name a socket, but no rank
         if isinstance(error, LockstepError) or is_of_signal_handler(error):
             raise
@@ -262,7 +262,7 @@ def all_reduce(tensor: Tensor, *, group: Group, op: ReduceName = "sum", pieces: 
 
     Collective: every rank, in the same order. Blocks until complete (on CUDA: the current stream waits).
     """
-    _blocking("all_reduce", lambda: all_reduce_work(tensor, group=group, op=op, alone=True, pieces=pieces))
+    _blocking("all_reduce", all_reduce_work, tensor, group=group, op=op, alone=True, pieces=pieces)
 
 
 def broadcast(tensor: Tensor, *, group: Group, src: int = 0, operation: str = "broadcast") -> None:
@@ -270,7 +270,7 @@ def broadcast(tensor: Tensor, *, group: Group, src: int = 0, operation: str = "b
 
     Collective: every rank, in the same order. Blocks until complete. ``tensor`` is contiguous.
     """
-    _blocking(operation, lambda: broadcast_async(tensor, group=group, src=src, alone=True))
+    _blocking(operation, broadcast_async, tensor, group=group, src=src, alone=True)
 
 
 def broadcast_coalesced(tensors: Sequence[Tensor], *, group: Group, src: int = 0) -> None:

@@ -152,11 +152,11 @@ def fold(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         tensors: On any devices.
         device: Of the result.
     """
+    kinds: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
+    for numbers in map(_as_numbers, tensors):
+        kinds.setdefault(numbers.device, ([], []))[len(numbers) <= _SMALL].append(numbers)
     total = torch.zeros((), dtype=torch.int64, device=device)
-    for place, (own, group) in enumerate(grouped(tensors, attrgetter("device")).items()):
-        pieces, small = list[Tensor](), list[Tensor]()
-        for numbers in map(_as_numbers, group):
-            (pieces if len(numbers) > _SMALL else small).append(numbers)
+    for place, (own, (pieces, small)) in enumerate(kinds.items()):
         sums = []
         for numbers in [*pieces, torch.cat(small)] if small else pieces:
             num_rows = len(numbers) // _ROW

@@ -329,8 +329,12 @@ class DenseBucket(_Members):
                 return self.gather(used, scale, late=late)
         if self._find_layout() != self._layout:
             self._restore_views()
-        if scale.message not in (None, self._message):  # the same in most steps
-            self._set_message(scale.message)
+        if scale.message is not None and scale.message != self._message:  # the same in most steps
+            # One by one: numbers go to a device as arguments of kernels, also in a capture.
+            for place, (before, now) in enumerate(zip(self._message, scale.message, strict=True), len(self.parameters)):
+                if now != before:
+                    self._own_tail[place] = now
+            self._message = tuple(scale.message)
         gradients = list(map(_grad_of, self.parameters))
         is_none = map(operator.is_, gradients, repeat(None))
         if used is not None or any(is_none) or any(map(operator.is_, gradients, self._views)):
@@ -348,13 +352,6 @@ class DenseBucket(_Members):
             self._set_gradients(zip(self.parameters, self._views, strict=True))
         for place in self.missing:
             self._tail[place] = 0
-
-    def _set_message(self, message: Sequence[float]) -> None:
-        """Send ``message`` from now on: numbers go to a device as arguments of kernels, also in a capture."""
-        for place, (before, now) in enumerate(zip(self._message, message, strict=True), len(self.parameters)):
-            if now != before:
-                self._own_tail[place] = now
-        self._message = tuple(message)
 
     def _can_be_late(self, gradients: Sequence[Tensor]) -> bool:
         """Return whether C can read them in place: hooks of the script may have put anything in ``param.grad``."""

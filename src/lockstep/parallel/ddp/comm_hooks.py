@@ -183,6 +183,7 @@ class CommHookReduction(BucketReduction):
     """A communication hook: it reduces and divides the gradients itself; the counts have their own collective."""
 
     sums_payloads = False
+    finishes_alone = False  # the counts follow when all buckets are finished
 
     def __init__(self, group: Group, hook: CommHook, state: object) -> None:
         self._group = group

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import chain, takewhile
+from functools import partial, reduce
+from itertools import chain
 from operator import attrgetter
 from typing import Any, NoReturn, cast
 
@@ -516,11 +516,11 @@ class Reducer:
         if sum(map(len, self._hook_dicts)) > len(self._hooks):
             self._step.unsettled = self._put_hooks_last(arrived)
         self._notify(Event.BACKWARD)
-        # Ranks without data send no digest, and hooks of the script may keep replicas apart.
-        is_compared = (
-            self.only_step is None and self.reduction.sums_payloads and not is_capturing(self.bucket_set.device)
-        )
-        self.weights.digest = self.replicas.digest(self.num_steps) if is_compared else 0
+        if self.replicas.taken or self.num_steps == self.replicas.next_due:
+            # Ranks without data send no digest, and hooks of the script may keep replicas apart.
+            may_send = self.only_step is None and self.reduction.sums_payloads
+            is_compared = may_send and not is_capturing(self.bucket_set.device)
+            self.weights.digest = self.replicas.digest(self.num_steps, is_compared=is_compared)
         self.weights.check_last_step()
         if self.weights.window is not None:
             self.weights.window.begin_backward(self._used, accumulates=False, arrived=arrived)
@@ -592,7 +592,7 @@ class Reducer:
             if last not in bucket.members:  # complete before, but unnoticed
                 self._watch(bucket.members)
             self._launch(step, bucket)
-            if self.finishes_early and self._finishes_one_by_one and self.reduction.finishes_alone:
+            if self.finishes_early and self.weights.window is None and self.reduction.finishes_alone:
                 self._finish_early(step)
         step.num_awaited = sys.maxsize  # the others wait until the step closes
 
@@ -607,7 +607,7 @@ class Reducer:
         if not all_used:
             bucket.check_missing(self._used)
         divisor = self.divisor if self.reduction.sums_payloads else None
-        carrier = self.weights.carrier([step.carrier, bucket] if step.carrier else [bucket])
+        carrier = self.weights.carrier(step.carrier, bucket)
         scale = self.weights.scale(bucket.spec.parameters, self._used, divisor, carries=carrier is bucket)
         if self._skip_unused_buckets and bucket.members.isdisjoint(self._used):  # the caller: so it is on all ranks
             return
@@ -615,8 +615,7 @@ class Reducer:
         bucket.gather(None if all_used else self._used, scale, late=self.reduction.takes_pieces)
         self._notify(Event.GATHERED, bucket)
         # Also if not alone: on shm a call begins in this thread, and continues in it if no rank is late.
-        start = partial(self.reduction.start, bucket, alone=alone)
-        bucket.future = self._wait_in(start, bucket, is_observed=alone)
+        bucket.future = self._wait_in(self.reduction.start, bucket, alone=alone, is_observed=alone)
         # From here on the reduction may write to the bucket until its future is done, even if this step fails.
         step.in_flight.append(bucket)
         self._notify(Event.LAUNCHED, bucket)
@@ -664,8 +663,9 @@ class Reducer:
             if any(map(_missing_in, step.in_flight)):
                 self._late = set(range(len(self._hooks))) - self._used
                 self._watch(self._late)
-            if self.weights.window is None:  # which moves gradients away for a while
-                self.replicas.after_step(self.bucket_set.parameters, self.num_steps + 1)
+            # A window of weights moves gradients away for a while.
+            if self.num_steps + 1 == self.replicas.next_due and self.weights.window is None:
+                self.replicas.after_step(self.bucket_set.parameters)
             self._used = set()
             self._updates.begin_count()
             if step.num_calls_before is not None:
@@ -703,7 +703,8 @@ class Reducer:
         if not step.in_flight and not self.weights.has_new:
             return
         unfinished = step.in_flight[step.num_finished :]
-        if self._finishes_one_by_one:
+        # Without a sum of weights and separate counts, a bucket's own collective is enough.
+        if self.weights.window is None and self.reduction.sums_payloads:
             self._finish(step, unfinished, num_users=num_users)
             self.weights.correction(step.carrier, None, message)  # raises if other ranks gave weights
             return
@@ -745,7 +746,7 @@ class Reducer:
             if step is not None:
                 self._launch(step, bucket)
             else:
-                bucket.future = self._wait_in(partial(self.reduction.start, bucket, alone=False), bucket)
+                bucket.future = self._wait_in(self.reduction.start, bucket, alone=False)
         num_users = None
         if not self.reduction.sums_payloads:
             for bucket in new:
@@ -774,13 +775,13 @@ class Reducer:
         if has_streams and self._finishing_stream is None:  # a separate stream: backward must not wait for reductions
             self._finishing_stream = torch.Stream(self.bucket_set.device)
 
-        def is_reduced(bucket: Bucket) -> bool:
-            assert bucket.future is not None
-            # Reading the tail would make the host wait for the device.
-            return bucket.future.done() and not (has_streams and (bucket.missing or bucket.spec.sparse))
-
         with self._finishing_stream or nullcontext():
-            self._finish(step, takewhile(is_reduced, step.in_flight[step.num_finished :]))
+            for bucket in step.in_flight[step.num_finished :]:
+                assert bucket.future is not None
+                # Reading the tail would make the host wait for the device.
+                if not bucket.future.done() or (has_streams and (bucket.missing or bucket.spec.sparse)):
+                    break
+                self._finish(step, [bucket])
 
     def _finish(
         self, step: Step, buckets: Iterable[Bucket], factor: float | Tensor = 1.0, num_users: list[int] | None = None
@@ -801,26 +802,21 @@ class Reducer:
             step.num_finished += 1
             self._notify(Event.REDUCED, bucket)
 
-    @property
-    def _finishes_one_by_one(self) -> bool:
-        """Whether a bucket's own collective is enough: there is no sum of weights, and no separate counts."""
-        return self.weights.window is None and self.reduction.sums_payloads
-
     def _wait_for(self, bucket: Bucket) -> None:
         """Wait for ``bucket``, unless this has been done."""
         if bucket.future is not None:
-            self._wait_in(partial(self.reduction.finish, bucket, bucket.future), bucket)
+            self._wait_in(self.reduction.finish, bucket, future=bucket.future)
             bucket.future = None
 
-    def _wait_in(self, function: Callable[[], Any], bucket: Bucket, *, is_observed: bool = True) -> Any:
-        """Call ``function``; report the bucket to the watchdog, to observers and in traces, and name it in errors."""
+    def _wait_in(self, call: Callable[..., Any], bucket: Bucket, *, is_observed: bool = True, **arguments: Any) -> Any:
+        """Make the call; report the bucket to the watchdog, to observers and in traces, and name it in errors."""
         activity.now.bucket = bucket.position, bucket.names
         if is_observed:
             self._notify(Event.WAIT, bucket)
-        name = f"exchange/bucket {bucket.position}{'' if bucket.future is None else ' wait'}"
+        name = f"exchange/bucket {bucket.position}{' wait' * (bucket.future is not None)}" if ranges.now else ""
         try:
-            with ranges.around(name) if ranges.now else nullcontext():
-                return function()
+            with ranges.around(name) if name else nullcontext():
+                return call(bucket, **arguments)
         except ConfigurationError:  # an error of the caller, not of the reduction
             raise
         except RuntimeError as error:
@@ -892,11 +888,10 @@ class Reducer:
             self.weights.agree_first(message)
         buckets = self.bucket_set.scratch()
         for bucket in buckets:
-            start = partial(self.reduction.start, bucket, alone=False)
-            bucket.future = self._wait_in(start, bucket, is_observed=False)
+            bucket.future = self._wait_in(self.reduction.start, bucket, alone=False, is_observed=False)
         if self.weights.some_lack:
             self._exchange_used()
-        self._correction(buckets, self.weights.carrier(buckets), message)
+        self._correction(buckets, reduce(self.weights.carrier, buckets, None), message)
         for bucket in buckets:
             self._wait_for(bucket)
         if self.weights.agree_on_new(has_data=False):

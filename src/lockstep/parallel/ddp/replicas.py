@@ -1,5 +1,6 @@
 """Replicas that differ are found within a few steps: a digest of the model travels with the gradients."""
 
+import sys
 import warnings
 import weakref
 import zlib
@@ -41,28 +42,30 @@ class Replicas:
 
     Attributes:
         every: The steps between two checks later on; 0: none are made.
-        parameters: Returns the parameters of the model by name; None: it is not known.
+        next_due: The step in which the next digest is taken.
+        taken: What was not sent: the step, a digest of the parameters, and the numbers.
         number: Of the model, on which the ranks have agreed; 0: they have not.
     """
 
     def __init__(self, group: Group, device: torch.device) -> None:
         self._group, self._device = group, device
-        self.every = 1000
-        self.parameters: Callable[[], Mapping[str, Tensor]] | None = None
-        self.number = 0
+        self._parameters: Callable[[], Mapping[str, Tensor]] | None = None
+        self.every = self.number = 0
+        self.next_due = sys.maxsize
+        self.taken: deque[tuple[int, HostCopy, dict[str, float]]] = deque()
         # A parameter, its gradient, which keeps its bucket in use, and the version of that.
         self._reduced: tuple[Tensor, weakref.ref[Tensor], int] | None = None
         self._num_groups: dict[int, int] = {}  # of an optimizer, by its id
-        # Numbers of the update before the next check: by name, the step after it, and the parameters it has updated.
+        # Of the update before the next due step: numbers by name, and the parameters it has updated.
         self._numbers: dict[str, float] = {}
-        self._numbers_of, self._updated = 0, set[int]()
-        # What was not sent: the step, a digest of the parameters, and the numbers; and the numbers that were sent last.
-        self._taken: deque[tuple[int, HostCopy, dict[str, float]]] = deque()
-        self._compared: dict[str, float] = {}
+        self._updated: set[int] = set()
+        self._compared: dict[str, float] = {}  # the numbers that were sent last
         self._step = self._last_step = 0  # of the newest check that was sent, and of the one before
 
-    def _is_due(self, step: int) -> bool:
-        return self.parameters is not None and self.every > 0 and (step & (step - 1) == 0 or step % self.every == 0)
+    def begin(self, parameters: Callable[[], Mapping[str, Tensor]], *, every: int) -> None:
+        """Compare from the next step on, the first: ``parameters`` returns those of the model by name."""
+        self._parameters, self.every = parameters, every
+        self.next_due = 1 if every else sys.maxsize
 
     def before_update(self, optimizer: Optimizer, step: int) -> bool:
         """Record an update; return whether the groups of the optimizer are others than at its last one.
@@ -73,40 +76,21 @@ class Replicas:
         """
         before = self._num_groups.get(id(optimizer))
         self._num_groups[id(optimizer)] = len(optimizer.param_groups)
-        if self._is_due(step):
-            self._add_numbers(optimizer, step)
+        if step == self.next_due:
+            self._add_numbers(optimizer)
         return before != len(optimizer.param_groups)
 
-    def after_step(self, parameters: Iterable[Tensor], step: int) -> None:
-        """Record the first gradient, which all ranks have: whether it is zeroed is seen in the next ``step``."""
-        self._reduced = None
-        if not self._is_due(step):
-            return
+    def after_step(self, parameters: Iterable[Tensor]) -> None:
+        """Record the first gradient, which all ranks have: whether it is zeroed is seen in the next step, a due one."""
         found = ((each, each.grad) for each in parameters)
         noted = ((each, weakref.ref(grad), version_of(grad)) for each, grad in found if grad is not None)
         self._reduced = next(noted, None)
 
-    def _state(self) -> dict[str, float]:
-        """Return what else should be equal on all ranks when a backward begins."""
-        assert self.parameters is not None
-        named = self.parameters().items()
-        state = {f"{_TRAINS} {name}": 0.0 for name, parameter in named if not parameter.requires_grad}
-        state |= {_ORDER: float(self.number)} if self.number else {}
-        if self._reduced is not None:
-            parameter, before, version = self._reduced
-            gradient = parameter.grad
-            # In place, a script may have zeroed it, or clipped it, or added to it.
-            if gradient is None or (gradient is before() and version_of(gradient) == version):
-                state[_KEPT] = float(gradient is not None)
-        return state
-
-    def _add_numbers(self, optimizer: Optimizer, step: int) -> None:
+    def _add_numbers(self, optimizer: Optimizer) -> None:
         """Record the numbers in the groups of an optimizer.
 
         At once, and not by reference: when an optimizer that a script has dropped is freed, differs between ranks.
         """
-        if self._numbers_of != step:
-            self._numbers, self._numbers_of, self._updated = {}, step, set()
         parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if not parameters.isdisjoint(self._updated):
             return  # the optimizer of a rank's part, within a ZeroRedundancyOptimizer
@@ -123,23 +107,37 @@ class Replicas:
                         place = f"[{index}]" if values is value else ""
                         self._numbers[f"{name}{place} of parameter group {number}{which}"] = float(each)
 
-    def digest(self, step: int) -> int:
+    def digest(self, step: int, *, is_compared: bool) -> int:
         """Return 16 bits of what should be equal on all ranks; 0 if none are sent in this step.
 
         Args:
-            step: Counted from 1.
+            step: Counted from 1: the next due one, or any while there is something in `taken`.
+            is_compared: Whether they may be taken and sent in this step.
         """
-        if self.parameters is not None and self._is_due(step):
-            folded = fold(list(self.parameters().values()), self._device)
-            state = self._state() | (self._numbers if self._numbers_of == step else {})
-            self._taken.append((step, HostCopy(folded), state))
-        if not self._taken or (self._device.type != "cpu" and step < self._taken[0][0] + _NUM_LATER):
+        is_due = step == self.next_due
+        if is_due:
+            self.next_due = min(1 << step.bit_length(), step - step % self.every + self.every)
+            numbers, self._numbers, self._updated = self._numbers, {}, set()
+            reduced, self._reduced = self._reduced, None
+        if is_due and is_compared:
+            assert self._parameters is not None
+            named = self._parameters()
+            state = {f"{_TRAINS} {name}": 0.0 for name, parameter in named.items() if not parameter.requires_grad}
+            state |= {_ORDER: float(self.number)} if self.number else {}
+            if reduced is not None:
+                parameter, before, version = reduced
+                gradient = parameter.grad
+                # In place, a script may have zeroed it, or clipped it, or added to it.
+                if gradient is None or (gradient is before() and version_of(gradient) == version):
+                    state[_KEPT] = float(gradient is not None)
+            self.taken.append((step, HostCopy(fold(list(named.values()), self._device)), state | numbers))
+        if not is_compared or not self.taken or (self._device.type != "cpu" and step < self.taken[0][0] + _NUM_LATER):
             return 0
         self._last_step = self._step
-        self._step, copy, self._compared = self._taken.popleft()
+        self._step, copy, self._compared = self.taken.popleft()
         total = int(copy.value if copy.has_arrived() else copy.read())
-        numbers = zlib.crc32(repr(sorted(self._compared.items())).encode()) if self._compared else 0
-        return ((total ^ total >> 16 ^ total >> 32 ^ total >> 48) + numbers) & 0xFFFF
+        others = zlib.crc32(repr(sorted(self._compared.items())).encode()) if self._compared else 0
+        return ((total ^ total >> 16 ^ total >> 32 ^ total >> 48) + others) & 0xFFFF
 
     def refuse_difference(self) -> bool:
         """Compare everything; return whether digests may differ though replicas do not, but for rounding.
@@ -149,7 +147,7 @@ class Replicas:
         Raises:
             ReplicasDiffer: On every rank: they differ; names the first that does.
         """
-        if self.parameters is None:
+        if self._parameters is None:
             return False
         # Which optimizers report their steps depends on what a process has created before: some never do.
         known = all_gather_object(sorted(self._compared), group=self._group, device=self._device)
@@ -158,7 +156,7 @@ class Replicas:
         replica = {name: torch.tensor(self._compared.get(name, 1.0), dtype=torch.float64) for name in common}
         kinds = all_gather_object(_processor(self._device), group=self._group, device=self._device)
         if len(set(kinds)) == 1:
-            replica |= {f"parameter {name}": tensor for name, tensor in self.parameters().items()}
+            replica |= {f"parameter {name}": tensor for name, tensor in self._parameters().items()}
         since = f"They were equal at step {self._last_step}." if self._last_step else "They never were equal."
         now = f" (before the update of step {self._step})"
         refuse_difference(replica, group=self._group, device=self._device, now=now, since=since)
@@ -166,7 +164,7 @@ class Replicas:
             if self._group.rank() == 0:
                 text = "Processors of several kinds round differently, so the ranks do not hold the same bits: {}."
                 warnings.warn(text.format("; ".join(dict.fromkeys(kinds))), stacklevel=2)
-            self.every = 0
+            self.every, self.next_due = 0, sys.maxsize
             return True
         return any(not set(common).issuperset(names) for names in known)
 

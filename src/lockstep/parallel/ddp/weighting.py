@@ -7,6 +7,7 @@ from enum import Enum
 from functools import lru_cache, partial
 from itertools import accumulate
 from numbers import Real
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from lockstep.parallel.ddp.buckets import Bucket, GradientScale
 from lockstep.parallel.ddp.shares import BatchPart
 
 USUAL_UPDATES = 1  # the optimizer steps between two reductions
+_USUAL_STATE = {"lacks_gradients": False, "num_updates": USUAL_UPDATES, "digest": 0, "has_new": False}
 NUM_UNREAD = 4  # the steps by which a host without weights and missing gradients may be ahead of its device
 # The dtypes that can hold a sum of weights, with the precision of the gradients in the same message.
 _WIDTHS = {torch.float32: 1, torch.complex64: 1, torch.float64: 2, torch.complex128: 2}
@@ -470,6 +472,7 @@ class Weights:
         self.num_updates: int | None = None
         self.lacks_gradients = self.some_lack = False
         self._had_weights = False  # whether some rank gave a weight, by the last sums that were read
+        self._plain_sums: list[float] = []  # the last that were in order, with nothing to do about them
         self._typical = 1.0
         self.parts: set[BatchPart] = set()
         self.digest = 0
@@ -495,12 +498,11 @@ class Weights:
 
     def message(self) -> tuple[float, ...]:
         """Return the message that this rank sends at the end of a step."""
-        window, is_captured = self.window, is_capturing(self.device)
-        digest = sum(part.digest for part in self.parts) + self.digest & 0xFFFF
+        window, digest = self.window, sum(map(attrgetter("digest"), self.parts)) + self.digest & 0xFFFF
         state: dict[str, Any] = {"lacks_gradients": self.lacks_gradients, "num_updates": self.num_updates}
         state |= {"digest": digest, "has_new": self.has_new}
-        if is_captured:
-            state = {"num_updates": USUAL_UPDATES}
+        if state != _USUAL_STATE and is_capturing(self.device):  # each replay will send the same message
+            state = _USUAL_STATE
         if window is None:
             return self.encode(is_missing=True, **state)
         is_missing = window.has_unweighed or not window.is_weighed
@@ -536,10 +538,18 @@ class Weights:
         self._conclude(self._exchange(message))
 
     @staticmethod
-    def carrier(buckets: Iterable[Bucket]) -> Bucket | None:
-        """Return the first of the widest buckets with a tail, the same one on all ranks: its tail is read."""
-        with_tail = [bucket for bucket in buckets if bucket.weight_message is not None]
-        return max(with_tail, key=lambda bucket: _WIDTHS.get(bucket.sent_dtype, 0), default=None)
+    def carrier(before: Bucket | None, bucket: Bucket) -> Bucket | None:
+        """Return the bucket whose tail is read, the same one on all ranks: the first of the widest with a tail.
+
+        Args:
+            before: That among the buckets before.
+            bucket: The next one.
+        """
+        if bucket.weight_message is None:
+            return before
+        if before is None or _WIDTHS.get(bucket.sent_dtype, 0) > _WIDTHS.get(before.sent_dtype, 0):
+            return bucket
+        return before
 
     def correction(self, carrier: Bucket | None, messages: Tensor | None, message: Sequence[float]) -> float | Tensor:
         """Return the factor for the reduced buckets; a tensor with one element if the host does not know it.
@@ -628,18 +638,23 @@ class Weights:
     def _conclude(self, messages: Tensor, data_name: str | None = None) -> float:
         """Return the factor that gives the weighted mean, from the sums of all messages. Blocks on a device."""
         sums: list[float] = messages.tolist()
+        if sums == self._plain_sums:  # the usual case: the same as in the step before
+            self._num_plain += 1
+            return 1.0
         weight, num_weighed, num_lacking = sums[:3]
         if num_weighed:
             refuse_missing(sums)
         refuse_apart(sums)
         self._some_have_new = some_have_new(sums)
-        if any(sums[-2 * self._world_size :]):
+        differ = any(sums[-2 * self._world_size :])
+        if differ:
             is_explained = self.refuse_replicas()  # all ranks come here, as all have the same sums
             data_name = self._data_name if data_name is None else data_name
             if data_name and not is_explained:
                 refuse_other_data(sums, data_name)
         self._had_weights, self.some_lack = bool(num_weighed), bool(num_lacking)
         self._num_plain = 0 if num_weighed or num_lacking else self._num_plain + 1
+        self._plain_sums = [] if num_weighed or num_lacking or self._some_have_new or differ else sums
         if not num_weighed or not weight:  # no weights; or all are zero, and so are all gradients
             return 1.0
         self._typical *= weight / self._world_size

@@ -198,8 +198,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         )
         self._wrapped_parameters = WrappedParameters(self.module, self.parameters_to_ignore, bucket_set)
         self.reducer = Reducer(bucket_set, group=group, skip_unused_buckets=self.skip_all_reduce_unused_params)
-        self.reducer.replicas.every = self._check_every
-        self.reducer.replicas.parameters = partial(_parameters_of, weakref.ref(self))
+        self.reducer.replicas.begin(partial(_parameters_of, weakref.ref(self)), every=self._check_every)
         self._sync_layers = SyncLayerShadow(self.module, group=group, device=self.device, weights=self.reducer.weights)
         # Also used by `fit`: the gradients, one tensor for each bucket.
         self.flat_gradients = bucket_gradients.FlatGradients(self.reducer, self.module.parameters())
@@ -866,18 +865,16 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
 def _parameters_of(wrapper: weakref.ref[DistributedDataParallel]) -> dict[str, Tensor]:
     """Return the parameters that the ranks should hold alike, also of a module that the script has put in since."""
     model = wrapper()
-    return (
-        {}
-        if model is None
-        else {
-            name: parameter
-            for name, parameter in model.module.named_parameters()
-            if name not in model.parameters_to_ignore
-            and parameter.layout is torch.strided
-            and parameter.numel()
-            and not (parameter.is_meta or is_sharded(parameter))
-        }
-    )
+    if model is None:
+        return {}
+    return {
+        name: parameter
+        for name, parameter in model.module.named_parameters()
+        if name not in model.parameters_to_ignore
+        and parameter.layout is torch.strided
+        and parameter.numel()
+        and not (parameter.is_meta or is_sharded(parameter))
+    }
 
 
 def _call(module: Any, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

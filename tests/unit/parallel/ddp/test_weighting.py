@@ -1,6 +1,7 @@
 """What gradients are multiplied by, before and after the sum over the ranks."""
 
 import math
+from functools import reduce
 from unittest import mock
 
 import numpy as np
@@ -56,7 +57,7 @@ def bucket(weight=1.0, dtype=torch.float64, missing=0.0, **attributes):
 
 
 def correction(each, *buckets):
-    return each.correction(each.carrier(buckets), None, each.message())
+    return each.correction(reduce(each.carrier, buckets, None), None, each.message())
 
 
 def scale(each, used, divisor):
@@ -122,6 +123,17 @@ def test_a_rank_without_weights_looks_at_the_others_when_its_next_backward_begin
     with pytest.raises(ConfigurationError, match="rank 1 ran a backward without one"):
         each.check_last_step()
     each.check_last_step()
+
+
+def test_sums_like_those_of_the_step_before_are_not_decoded_and_others_are():
+    each = Weights(Group(), CPU)
+    for _ in range(2):
+        with mock.patch.object(weighting, "refuse_apart", wraps=refuse_apart) as decoded:
+            assert [correction(each, bucket(0.0, missing=17.0)) for _ in range(2)] == [1.0, 1.0]
+        assert decoded.call_count == 1
+        with pytest.raises(ConfigurationError, match="rank 0 ran a backward without one"):
+            correction(each, bucket(8.0, missing=1.0))
+        assert correction(each, bucket(8.0)) == 0.5  # weights: so the next plain sums are read anew
 
 
 def test_a_captured_step_has_no_weights():
