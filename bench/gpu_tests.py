@@ -228,12 +228,12 @@ def without_pytest(stacks: str) -> str:
     return "\n".join(lines[:40])
 
 
-def abort_children(pid: int) -> None:
-    """Send SIGABRT to all that a process has started: Python, and our ranks, then write where they are."""
+def abort_children(pid: int, number: int = signal.SIGABRT) -> None:
+    """Send a signal to all that a process has started: at SIGABRT Python, and our ranks, write where they are."""
     with contextlib.suppress(psutil.Error):
         for child in psutil.Process(pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                child.send_signal(signal.SIGABRT)
+                child.send_signal(number)
 
 
 # --- the plugin of pytest

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.distributed.tensor.debug import CommDebugMode
 
-from bench import gpu_proof, gpu_steps, gpu_tests, gpu_waits
+from bench import contenders, gpu_proof, gpu_steps, gpu_tests, gpu_waits
 from bench.models import TINY_GPU_MODELS
 from bench.report import gpu
 from tests.gpu import test_one_gpu
@@ -201,6 +201,76 @@ def shown(name, figures):
     return [row.split("|")[1].strip() for row in gpu.table(name, figures)[2:]]
 
 
+@contextlib.contextmanager
+def broken_contenders(failing_rank):
+    """Have ``torch`` lack memory on rank 1, and ``torch-view`` fail, in the second step of a rank or on all at once."""
+
+    def without_memory(model, ranks):
+        if torch.distributed.get_rank() == 1:
+            raise torch.OutOfMemoryError("no memory\nat all")
+        return contenders.none(model, ranks)
+
+    def failing(model, ranks):
+        step, calls = contenders.ours(model, ranks), []
+
+        def fail(batch):
+            calls.append(1)
+            if failing_rank is None or (len(calls), torch.distributed.get_rank()) == (2, failing_rank):
+                raise ValueError("broken\nin two lines")
+            step(batch)
+
+        return fail
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(gpu_steps, "EAGER", ("torch", "torch-view", "ours", "fit"))
+        monkeypatch.setattr(gpu_steps, "WARM_UP_STEPS", 3)
+        monkeypatch.setattr(gpu_steps, "MOST_STEPS", 2)
+        monkeypatch.setattr(gpu_steps, "AGREE_S", 1.0)
+        monkeypatch.setitem(contenders.MAKE, "torch", without_memory)
+        monkeypatch.setitem(contenders.MAKE, "torch-view", failing)
+        yield
+
+
+def test_a_contender_that_fails_is_missing_and_the_others_are_measured(ranks, tmp_path):
+    def measure(world):
+        with broken_contenders(None):
+            return gpu_steps.measure("2,000 tensors", "cpu", time.time(), {}, str(tmp_path / "notes.json"))
+
+    first, second = ranks(2, warnings="default")(measure)
+    assert first == second and list(first["rounds_s"]) == ["ours", "fit"]
+    assert first["missing"] == {"torch": "no memory", "torch-view": "failed on rank 0: ValueError: broken"}
+    assert list(first["failed"]) == ["torch-view"] and "in fail\n" in first["failed"]["torch-view"]
+    assert json.loads((tmp_path / "notes.json").read_text())["failed"] == first["failed"]
+
+
+def test_a_model_is_measured_without_the_contender_that_breaks_its_job():
+    """One rank fails while the other one waits for it in a collective."""
+
+    def measure(*args):
+        with broken_contenders(1):
+            return gpu_steps.measure("2,000 tensors", "cpu", *args)
+
+    figures = gpu_proof.measure_model(1.0, time.time() + 200, 2, measure)
+    assert list(figures["rounds_s"]) == ["ours", "fit"]
+    assert "ValueError: broken" in figures["failed"]["torch-view"]
+    assert "The other ranks have not come within 1 s." in figures["failed"]["torch-view"]
+    assert figures["missing"] == {"torch": "no memory", "torch-view": figures["failed"]["torch-view"].splitlines()[0]}
+
+
+def test_ranks_that_are_late_are_told_apart(monkeypatch):
+    """Those that have not started, and those that have not ended."""
+
+    def start_and_stay():
+        with gpu_steps.join("cpu"):
+            time.sleep(90)
+
+    with pytest.raises(TimeoutError, match=r"^it did not end within 1 s\n(.*\n)*.*in start_and_stay"):
+        gpu_proof.launch_within(1.0, time.time() + 90, 1, start_and_stay)
+    monkeypatch.setattr(gpu_proof, "START_S", 3.0)
+    with pytest.raises(TimeoutError, match=r"^the ranks had not started within 3 s\n"):
+        gpu_proof.launch_within(1.0, time.time() + 90, 1, time.sleep, 90)
+
+
 def test_steps_of_one_rank(ranks):
     """A rank that is alone is measured with its buckets and collectives, too, and two replicas of it."""
 
@@ -209,7 +279,11 @@ def test_steps_of_one_rank(ranks):
             monkeypatch.setattr(gpu_steps, "WARM_UP_STEPS", 3)
             monkeypatch.setattr(gpu_steps, "MOST_STEPS", 2)
             args = "2,000 tensors", "cpu", time.time()
-            return gpu_steps.measure(*args), gpu_steps.measure_replicas(*args, 1), counts_of_collectives(world)
+            return (
+                gpu_steps.measure(*args),
+                gpu_steps.measure_replicas(*args, num_devices=1),
+                counts_of_collectives(world),
+            )
 
     [(steps, replicas, counts)] = ranks(1, warnings="default")(measure)
     assert list(steps["rounds_s"]) == [*gpu_steps.EAGER, "ours-alone"]
