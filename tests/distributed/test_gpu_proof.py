@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -18,7 +20,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 from bench import contenders, gpu_proof, gpu_steps, gpu_tests, gpu_waits
 from bench.models import TINY_GPU_MODELS
 from bench.report import gpu
+from lockstep.errors import LaunchTimeout, LockstepError, RankFailed
 from tests.gpu import test_one_gpu
+from tests.gpu.test_ranks_gpu import Scenarios
 from tests.models import soak
 
 
@@ -99,6 +103,40 @@ def test_two_ranks_share_a_device(monkeypatch):
     assert test_one_gpu.on_one_gpu("gloo", work) == [(0, "rank 0"), (1, "rank 1")]
 
 
+def test_what_came_through_before_a_job_ends_has_passed(tmp_path, monkeypatch):
+    """A job ends with its scenario that fails, or with its time; the test behind begins another one."""
+    ends = [(2, LaunchTimeout("late")), (1, RankFailed("broken")), (0, LaunchTimeout("hung")), (2, None)]
+    names, jobs = list("abcdefghi"), []
+
+    def run(fn, left, folder, timeout_s):
+        num_passed, error = ends[len(jobs)]
+        jobs.append("".join(left))
+        for number in range(num_passed):
+            Path(folder, f"{number}").touch()
+        if error is not None:
+            raise error
+
+    def new_folder():
+        folder = tmp_path / str(len(jobs))
+        folder.mkdir(exist_ok=True)
+        return folder
+
+    def ends_of(scenarios, names):
+        for name in names:
+            try:
+                scenarios.check(name)
+                yield name
+            except (LockstepError, pytest.skip.Exception) as error:
+                yield str(error)
+
+    scenarios = Scenarios(run, new_folder, 200.0, names)
+    assert list(ends_of(scenarios, "bcdefgh")) == ["b", "c", "d", "broken", "hung", "g", "h"]
+    assert jobs == ["bcdefghi", "defghi", "fghi", "ghi"]  # the test of `a` ended in another process
+    monkeypatch.setenv(gpu_tests.TEST_END, str(time.time() + 15))
+    [late] = ends_of(Scenarios(run, new_folder, 200.0, names), "a")
+    assert late.startswith("not reached") and len(jobs) == 4
+
+
 STUCK = """
 import os, subprocess, sys
 import pytest
@@ -151,6 +189,19 @@ def test_what_there_is_no_time_for_is_listed(tmp_path):
         "test_long.py::test_late",
         "test_long.py",
     ]
+
+
+def test_the_time_of_a_file_begins_when_its_tests_are_collected(tmp_path, monkeypatch):
+    watch = gpu_tests.Watch(tmp_path / "notes.jsonl", 100.0, 5e9, 90.0)
+    watch.stacks.close()
+    watch.pytest_collection_finish(SimpleNamespace(items=[]))
+    assert watch.end == pytest.approx(time.time() + 100, abs=60)
+    monkeypatch.setattr(gpu_tests, "START_S", 1.0)
+    monkeypatch.setattr(gpu_tests, "END_S", 0.5)
+    (tmp_path / "test_slow.py").write_text("import time; time.sleep(90)")
+    found = gpu_tests.run([tmp_path / "test_slow.py"], 50.0, tmp_path, lambda found: None, root=tmp_path)
+    assert found["problems"] == ["test_slow.py error"]
+    assert found["reasons"]["test_slow.py"].startswith("pytest had not collected the tests after 1 s")
 
 
 def test_the_order_names_files_that_are_there():
