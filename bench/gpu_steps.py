@@ -129,14 +129,20 @@ def captured(name: str, workload: Workload, ranks: Ranks, cleanup: contextlib.Ex
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         cleanup.callback(graph.reset)  # a graph with collectives keeps NCCL's communicator
+        errors: list[Exception] = []
         try:
             # The threads of other contenders may look at their events meanwhile.
             with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
-                trainee.step(ranks.batches[0])
-        finally:
-            if torch.cuda.is_current_stream_capturing():  # the error came before the end of the capture
+                try:
+                    trainee.step(ranks.batches[0])
+                except Exception as error:
+                    errors.append(error)
+                    raise
+        except Exception as error:
+            if torch.cuda.is_current_stream_capturing():
                 with contextlib.suppress(RuntimeError):
                     graph.capture_end()
+            raise [*errors, error][0] from None  # to end a broken capture is an error, too
     torch.cuda.current_stream().wait_stream(side)
     return functools.partial(replay, graph, trainee)
 

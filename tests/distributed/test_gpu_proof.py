@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import gc
 import importlib.util
 import json
 import os
@@ -9,8 +10,10 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import psutil
 import pytest
@@ -306,6 +309,72 @@ def test_a_model_is_measured_without_the_contender_that_breaks_its_job():
     assert "ValueError: broken" in figures["failed"]["torch-view"]
     assert "The other ranks have not come within 1 s." in figures["failed"]["torch-view"]
     assert figures["missing"] == {"torch": "no memory", "torch-view": figures["failed"]["torch-view"].splitlines()[0]}
+
+
+class Graph:
+    """Stands in for CUDA's; to end a capture that an error broke is an error."""
+
+    def __init__(self, leaves_open):
+        self.leaves_open, self.is_capturing, self.is_broken, self.calls = leaves_open, False, False, []
+
+    def capture_end(self):
+        self.is_capturing = False
+        self.calls.append("end")
+        if self.is_broken:
+            raise RuntimeError("the capture was broken before")
+
+    def replay(self):
+        self.calls.append("replay")
+
+    def reset(self):
+        self.calls.append("reset")
+
+    @contextlib.contextmanager
+    def capturing(self):
+        self.is_capturing = True
+        try:
+            yield
+        except BaseException:
+            self.is_broken = True
+            raise
+        finally:
+            if not (self.is_broken and self.leaves_open):
+                self.capture_end()
+
+
+@pytest.mark.parametrize(
+    ("error", "leaves_open"), [(None, False), (torch.OutOfMemoryError("no memory"), False), (ValueError("bad"), True)]
+)
+def test_a_capture_is_ended_and_its_graph_is_released(monkeypatch, error, leaves_open):
+    graph, parameter = Graph(leaves_open), torch.ones(1)
+    is_kept = weakref.ref(parameter)
+
+    def step(batch, parameter=parameter):
+        if error is not None and graph.is_capturing:
+            raise error
+
+    trainees = [SimpleNamespace(step=step)]
+    del step, parameter
+    side = mock.MagicMock()
+    monkeypatch.setattr(gpu_steps, "made", lambda *_: trainees.pop())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: graph.capturing())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: graph.is_capturing)
+    for name in ("Stream", "current_stream", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda: side)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    ranks = contenders.Ranks(None, None, [None], {}, torch.device("cpu"))
+    with contextlib.ExitStack() as cleanup:
+        if error is None:
+            turn = gpu_steps.captured("ours", None, ranks, cleanup)
+            turn()
+            gc.collect()
+            assert is_kept() is not None  # the replay writes there
+        else:
+            with pytest.raises(type(error), match=str(error)):
+                gpu_steps.captured("ours", None, ranks, cleanup)
+    assert graph.calls == ["end", "replay", "reset"] if error is None else ["end", "reset"]
+    assert not graph.is_capturing
 
 
 def test_ranks_that_are_late_are_told_apart(monkeypatch):
