@@ -291,6 +291,8 @@ def waits(options: argparse.Namespace) -> None:
             seconds = MEASURING * (end - time.time())
             given = (left, options.device, folder, time.time() + BEGINNING * seconds)
             launch_within(seconds, end, options.count, gpu_waits.measure, *given)
+        except NotStarted as error:
+            fail(found, "all", error)
         except (LockstepError, TimeoutError) as error:
             number = len(list(Path(folder).iterdir()))
             fail(found, left[min(number, len(left) - 1)], error)
@@ -314,6 +316,10 @@ def waits(options: argparse.Namespace) -> None:
                 seconds, problem = end - time.time(), None
                 given = (left, options.device, folder, time.time() + BEGINNING * seconds)
                 launch_within(seconds, end, options.count, gpu_waits.check, *given)
+            except NotStarted as error:
+                fail(found, "all, under set_sync_debug_mode", error)
+                write(options, found)
+                break
             except (LockstepError, TimeoutError) as error:
                 problem = error
             passed = [name for name in left if Path(folder, name).exists()]
@@ -389,6 +395,10 @@ def measure_model(seconds: float, end: float, devices: int, measure: Callable[..
                 print(f"  again without {', '.join(failed)}", flush=True)
 
 
+class NotStarted(TimeoutError):
+    """The ranks were late before what they run had begun."""
+
+
 def launch_within(seconds: float, end: float, devices: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Run a function on ranks, which call `gpu_steps.join`; if they are late they are aborted.
 
@@ -400,23 +410,26 @@ def launch_within(seconds: float, end: float, devices: int, function: Callable[.
         arguments: Its own.
 
     Raises:
-        TimeoutError: They were late; says for what, and has their stacks.
+        NotStarted: They had not joined in time.
+        TimeoutError: They had not ended in time; both have their stacks.
     """
     from bench.gpu_steps import JOINED
     from bench.gpu_tests import abort_children
     from lockstep import launch
     from lockstep.errors import LockstepError
 
-    late, is_over = "", threading.Event()
+    late: type[TimeoutError] | None = None
+    text, is_over = "", threading.Event()
 
     def watch() -> None:
-        nonlocal late
+        nonlocal late, text
+        kind: type[TimeoutError] = NotStarted
         began, limit_s, what = time.time(), START_S, "the ranks had not started"
         while not is_over.wait(0.1):
-            if limit_s is START_S and len(os.listdir(folder)) == devices:
-                began, limit_s, what = time.time(), seconds, "it did not end"
+            if kind is NotStarted and len(os.listdir(folder)) == devices:
+                began, limit_s, kind, what = time.time(), seconds, TimeoutError, "it did not end"
             if time.time() > min(began + limit_s, end):
-                late = f"{what} within {time.time() - began:.0f} s"
+                late, text = kind, f"{what} within {time.time() - began:.0f} s"
                 abort_children(os.getpid())
                 if not is_over.wait(STACKS_S):
                     abort_children(os.getpid(), signal.SIGKILL)
@@ -429,8 +442,8 @@ def launch_within(seconds: float, end: float, devices: int, function: Callable[.
         try:
             return launch(function, *arguments, devices=devices)
         except LockstepError as error:
-            if late:
-                raise TimeoutError(f"{late}\n{error}") from None
+            if late is not None:
+                raise late(f"{text}\n{error}") from None
             raise
         finally:
             del os.environ[JOINED]

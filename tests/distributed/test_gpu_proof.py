@@ -387,7 +387,7 @@ def test_ranks_that_are_late_are_told_apart(monkeypatch):
     with pytest.raises(TimeoutError, match=r"^it did not end within 1 s\n(.*\n)*.*in start_and_stay"):
         gpu_proof.launch_within(1.0, time.time() + 90, 1, start_and_stay)
     monkeypatch.setattr(gpu_proof, "START_S", 3.0)
-    with pytest.raises(TimeoutError, match=r"^the ranks had not started within 3 s\n"):
+    with pytest.raises(gpu_proof.NotStarted, match=r"^the ranks had not started within 3 s\n"):
         gpu_proof.launch_within(1.0, time.time() + 90, 1, time.sleep, 90)
 
 
