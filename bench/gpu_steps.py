@@ -57,8 +57,8 @@ WARM_UP_STEPS = 12
 """torch asks for 11 before a wrapped step is captured."""
 TURN_S = 0.25
 MOST_STEPS = 20
-FAILED = "failed"
-"""How an error begins that is not for want of memory."""
+FAILED, NO_MEMORY = "failed", "no memory for it"
+"""How the error of a contender begins."""
 AGREE_S = 30.0
 """How long a rank whose contender has failed waits for the others, which may wait for it in a collective."""
 Turn = Callable[[], object]
@@ -221,7 +221,7 @@ class Contenders:
                 peak = memory.max_memory_allocated(device) - before
             kernels = self.count_kernels(step)
         except torch.OutOfMemoryError as problem:
-            error = first_line(problem)
+            error = f"{NO_MEMORY} on rank {self.world.rank}: {first_line(problem)}"
         except Exception as problem:
             headline = f"{type(problem).__name__}: {first_line(problem)}"
             error = f"{FAILED} on rank {self.world.rank}: {headline}\n{traceback.format_exc()}"

@@ -256,7 +256,7 @@ def shown(name, figures):
 
 
 @contextlib.contextmanager
-def broken_contenders(failing_rank):
+def broken_contenders(failing_rank, error):
     """Have ``torch`` lack memory on rank 1, and ``torch-view`` fail, in the second step of a rank or on all at once."""
 
     def without_memory(model, ranks):
@@ -270,7 +270,7 @@ def broken_contenders(failing_rank):
         def fail(batch):
             calls.append(1)
             if failing_rank is None or (len(calls), torch.distributed.get_rank()) == (2, failing_rank):
-                raise ValueError("broken\nin two lines")
+                raise error("broken\nin two lines")
             step(batch)
 
         return fail
@@ -287,28 +287,31 @@ def broken_contenders(failing_rank):
 
 def test_a_contender_that_fails_is_missing_and_the_others_are_measured(ranks, tmp_path):
     def measure(world):
-        with broken_contenders(None):
+        with broken_contenders(None, ValueError):
             return gpu_steps.measure("2,000 tensors", "cpu", time.time(), {}, str(tmp_path / "notes.json"))
 
     first, second = ranks(2, warnings="default")(measure)
     assert first == second and list(first["rounds_s"]) == ["ours", "fit"]
-    assert first["missing"] == {"torch": "no memory", "torch-view": "failed on rank 0: ValueError: broken"}
+    lacking = "no memory for it on rank 1: no memory"
+    assert first["missing"] == {"torch": lacking, "torch-view": "failed on rank 0: ValueError: broken"}
     assert list(first["failed"]) == ["torch-view"] and "in fail\n" in first["failed"]["torch-view"]
     assert json.loads((tmp_path / "notes.json").read_text())["failed"] == first["failed"]
 
 
-def test_a_model_is_measured_without_the_contender_that_breaks_its_job():
+@pytest.mark.parametrize("error", [ValueError, torch.OutOfMemoryError])
+def test_a_model_is_measured_without_the_contender_that_breaks_its_job(error):
     """One rank fails while the other one waits for it in a collective."""
 
     def measure(*args):
-        with broken_contenders(1):
+        with broken_contenders(1, error):
             return gpu_steps.measure("2,000 tensors", "cpu", *args)
 
     figures = gpu_proof.measure_model(1.0, time.time() + 200, 2, measure)
-    assert list(figures["rounds_s"]) == ["ours", "fit"]
-    assert "ValueError: broken" in figures["failed"]["torch-view"]
-    assert "The other ranks have not come within 1 s." in figures["failed"]["torch-view"]
-    assert figures["missing"] == {"torch": "no memory", "torch-view": figures["failed"]["torch-view"].splitlines()[0]}
+    assert list(figures["rounds_s"]) == ["ours", "fit"] and list(figures["missing"]) == ["torch-view", "torch"]
+    if error is ValueError:
+        text = figures["failed"].pop("torch-view")
+        assert "ValueError: broken" in text and "The other ranks have not come within 1 s." in text
+    assert figures["failed"] == {}
 
 
 class Graph:
