@@ -62,6 +62,8 @@ BEGINNING = 0.7
 OUTPUT_LINES = 200
 GRACE_S, STACKS_S = 10.0, 3.0
 """How long a section that is cut off may take to end, and to say where it was."""
+START_S = 60.0
+"""How long the ranks of a section may take to import and to join; the clock of what they do begins then."""
 END_S, MODEL_S = 8.0, 5.0
 """What the end of a section needs, and what a model needs at least: ranks start, and each contender is made."""
 Section = dict[str, Any]
@@ -109,7 +111,7 @@ def parse() -> argparse.Namespace:
     # Of a section, which is this script again.
     parser.add_argument("--section", choices=SHARES, help=argparse.SUPPRESS)
     parser.add_argument("--count", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--end", type=float, help=argparse.SUPPRESS)  # by the clock `time.time`
     parser.add_argument("--found", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -122,8 +124,12 @@ def prove(options: argparse.Namespace, count: int) -> int:
 
     from lockstep.telemetry.provenance import gather
 
-    end = time.monotonic() + 60 * options.minutes
     problem = compile_library()
+    if options.device == "sim":
+        from tests import simulated_device
+
+        simulated_device.build()
+    end = time.monotonic() + 60 * options.minutes
     facts = machine(options.device, count)
     command = f"python -m bench.gpu_proof {shlex.join(sys.argv[1:])}".strip()
     run = {"command": command, "provenance": asdict(gather()), "gpus": facts, "sections": {}, "not_proved": []}
@@ -174,7 +180,16 @@ def run_section(
     log.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, log.open("wb") as output, log.open("rb") as shown:
         found = Path(folder, "found.json")
-        given = ["--device", options.device, "--count", str(count), "--seconds", str(seconds), "--found", str(found)]
+        given = [
+            "--device",
+            options.device,
+            "--count",
+            str(count),
+            "--end",
+            str(time.time() + seconds),
+            "--found",
+            str(found),
+        ]
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPO / "src"), os.environ.get("PYTHONPATH", "")])}
         process = subprocess.Popen(
             [sys.executable, "-u", "-m", "bench.gpu_proof", "--section", name, "--only", name, *given],
@@ -260,7 +275,7 @@ def tests(options: argparse.Namespace) -> None:
         beside = max(1, min(gpu_tests.BESIDE, (os.cpu_count() or 1) // 4))
     with tempfile.TemporaryDirectory() as folder:
         keep = functools.partial(write, options)
-        gpu_tests.run(files, options.seconds - END_S, Path(folder), keep, beside=beside)
+        gpu_tests.run(files, options.end - END_S - time.time(), Path(folder), keep, beside=beside)
 
 
 def waits(options: argparse.Namespace) -> None:
@@ -268,14 +283,16 @@ def waits(options: argparse.Namespace) -> None:
     from bench import gpu_waits
     from lockstep.errors import LockstepError
 
-    left, end = list(gpu_waits.SETTINGS), time.monotonic() + options.seconds - END_S
+    left, end = list(gpu_waits.SETTINGS), options.end - END_S
     found: Section = {"problems": [], "reasons": {}, "waits": {}, "raised": {}, "passed": [], "left_out": left}
     write(options, found)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            seconds = MEASURING * (end - time.monotonic())
+            seconds = MEASURING * (end - time.time())
             given = (left, options.device, folder, time.time() + BEGINNING * seconds)
-            launch_within(seconds, options.count, gpu_waits.measure, *given)
+            launch_within(seconds, end, options.count, gpu_waits.measure, *given)
+        except NotStarted as error:
+            fail(found, "all", error)
         except (LockstepError, TimeoutError) as error:
             number = len(list(Path(folder).iterdir()))
             fail(found, left[min(number, len(left) - 1)], error)
@@ -293,12 +310,16 @@ def waits(options: argparse.Namespace) -> None:
             found["problems"].append(f"{name}: waits in each step before the forward, at {', '.join(lines)}")
         total = sum(each["seconds_per_step"] for each in places)
         print(f"  {name:<20}{1e3 * total:8.3f} ms of a step in waits, {1e3 * first:.3f} of them before the forward")
-    while left and end - time.monotonic() > MODEL_S:
+    while left and end - time.time() > MODEL_S:
         with tempfile.TemporaryDirectory() as folder:
             try:
-                seconds, problem = end - time.monotonic(), None
+                seconds, problem = end - time.time(), None
                 given = (left, options.device, folder, time.time() + BEGINNING * seconds)
-                launch_within(seconds, options.count, gpu_waits.check, *given)
+                launch_within(seconds, end, options.count, gpu_waits.check, *given)
+            except NotStarted as error:
+                fail(found, "all, under set_sync_debug_mode", error)
+                write(options, found)
+                break
             except (LockstepError, TimeoutError) as error:
                 problem = error
             passed = [name for name in left if Path(folder, name).exists()]
@@ -318,26 +339,25 @@ def benchmark(options: argparse.Namespace) -> None:
     from bench import gpu_steps
     from bench.harness import show
 
-    end = time.time() + options.seconds - END_S  # the clock that the ranks have, too
+    end = options.end - END_S
     names = list(gpu_steps.models_of(options.device))
-    jobs: list[tuple[str, Callable[..., Any], tuple[Any, ...], int]] = [
-        (name, gpu_steps.measure, (), options.count) for name in names
-    ]
-    jobs += [
-        (f"{name}, dp", gpu_steps.measure_replicas, (options.count,), 1) for name in names[:2]
-    ]  # with one GPU, twice on it
+    jobs: list[tuple[str, Callable[..., Any], int]] = [(name, gpu_steps.measure, options.count) for name in names]
+    replicas = functools.partial(gpu_steps.measure_replicas, num_devices=options.count)
+    jobs += [(f"{name}, dp", replicas, 1) for name in names[:2]]  # with one GPU, twice on it
     found: Section = {"problems": [], "reasons": {}, "models": {}, "left_out": [title for title, *_ in jobs]}
     write(options, found)
-    for number, (title, measure, arguments, devices) in enumerate(jobs):
+    for number, (title, measure, devices) in enumerate(jobs):
         seconds = (end - time.time()) / (len(jobs) - number)
         if seconds < MODEL_S:
             break
+        name = title.removesuffix(", dp")
         try:
-            given = (title.removesuffix(", dp"), options.device, time.time() + seconds, *arguments)
-            figures = launch_within(min(2 * seconds + 30, end - time.time()), devices, measure, *given)[0]
+            figures = measure_model(seconds, end, devices, functools.partial(measure, name, options.device))
         except Exception as error:  # the other models may do better
             fail(found, title, error)
         else:
+            for contender, error in figures.pop("failed").items():
+                fail(found, f"{title}, {contender}", error)
             found["models"][title] = figures
             if "rounds_s" in figures:
                 show(title, figures["rounds_s"], ("none", "torch"))
@@ -345,27 +365,97 @@ def benchmark(options: argparse.Namespace) -> None:
         write(options, found)
 
 
-def launch_within(seconds: float, devices: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Run a function on ranks; those that are not done in time are aborted, and the error has their stacks."""
+def measure_model(seconds: float, end: float, devices: int, measure: Callable[..., Any]) -> dict[str, Any]:
+    """Return the figures of a model; a contender that breaks the job is left out in another one, if there is time.
+
+    Args:
+        seconds: For the model.
+        end: Of the section, by the clock `time.time`.
+        devices: The number of ranks.
+        measure: Takes the last arguments of `gpu_steps.measure`.
+    """
+    from bench.gpu_steps import NO_MEMORY
+    from lockstep.errors import LockstepError
+
+    failed: dict[str, str] = {}
+    deadline = time.time() + seconds
+    while True:
+        with tempfile.TemporaryDirectory() as folder:
+            notes = Path(folder, "notes.json")
+            limit_s = max(deadline - time.time(), 0.0) + seconds + 30
+            given = deadline, failed, str(notes)
+            try:
+                figures: dict[str, Any] = launch_within(limit_s, end, devices, measure, *given)[0]
+                # A rank that has no memory while others wait for it breaks the job, and is no fault.
+                errors = figures["failed"].items()
+                return {**figures, "failed": {name: error for name, error in errors if NO_MEMORY not in error}}
+            except (LockstepError, TimeoutError) as error:
+                told = json.loads(notes.read_text()) if notes.exists() else {"now": "", "failed": failed}
+                # One that has failed before may have left the device in disorder.
+                broken = told["failed"] if len(told["failed"]) > len(failed) else failed | {told["now"]: str(error)}
+                if not told["now"] or end - time.time() < MODEL_S:
+                    raise
+                failed = broken
+                print(f"  again without {', '.join(failed)}", flush=True)
+
+
+class NotStarted(TimeoutError):
+    """The ranks were late before what they run had begun."""
+
+
+def launch_within(seconds: float, end: float, devices: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Run a function on ranks, which call `gpu_steps.join`; if they are late they are aborted.
+
+    Args:
+        seconds: How long they may take when all have joined; for that they have `START_S`.
+        end: They have no time beyond this, by the clock `time.time`.
+        devices: The number of ranks.
+        function: What they run.
+        arguments: Its own.
+
+    Raises:
+        NotStarted: They had not joined in time.
+        TimeoutError: They had not ended in time; both have their stacks.
+    """
+    from bench.gpu_steps import JOINED
     from bench.gpu_tests import abort_children
     from lockstep import launch
     from lockstep.errors import LockstepError
 
-    seconds = max(seconds, 1.0)
-    end = time.monotonic() + seconds
-    timer = threading.Timer(seconds, abort_children, [os.getpid()])
-    timer.start()
-    try:
-        return launch(function, *arguments, devices=devices, timeout_s=seconds + STACKS_S)
-    except LockstepError as error:
-        if time.monotonic() < end:
+    late: type[TimeoutError] | None = None
+    text, is_over = "", threading.Event()
+
+    def watch() -> None:
+        nonlocal late, text
+        kind: type[TimeoutError] = NotStarted
+        began, limit_s, what = time.time(), START_S, "the ranks had not started"
+        while not is_over.wait(0.1):
+            if kind is NotStarted and len(os.listdir(folder)) == devices:
+                began, limit_s, kind, what = time.time(), seconds, TimeoutError, "it did not end"
+            if time.time() > min(began + limit_s, end):
+                late, text = kind, f"{what} within {time.time() - began:.0f} s"
+                abort_children(os.getpid())
+                if not is_over.wait(STACKS_S):
+                    abort_children(os.getpid(), signal.SIGKILL)
+                return
+
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[JOINED] = folder  # the ranks inherit it
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            return launch(function, *arguments, devices=devices)
+        except LockstepError as error:
+            if late is not None:
+                raise late(f"{text}\n{error}") from None
             raise
-        raise TimeoutError(f"it did not end within {seconds:.0f} s\n{error}") from None
-    finally:
-        timer.cancel()
+        finally:
+            del os.environ[JOINED]
+            is_over.set()
+            watcher.join()
 
 
-def fail(found: Section, title: str, error: Exception) -> None:
+def fail(found: Section, title: str, error: Exception | str) -> None:
     text = str(error) or type(error).__name__
     found["problems"].append(f"{title}: {text.splitlines()[0]}")
     found["reasons"][title] = text

@@ -14,12 +14,18 @@ rank 0 in a step; memory is the most that torch's allocator had handed out while
 steps, less what it had before, on the GPU with the most.
 """
 
+import contextlib
 import functools
 import gc
+import json
 import math
+import os
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,6 +57,15 @@ WARM_UP_STEPS = 12
 """torch asks for 11 before a wrapped step is captured."""
 TURN_S = 0.25
 MOST_STEPS = 20
+FAILED, NO_MEMORY = "failed", "no memory for it"
+"""How the error of a contender begins."""
+AGREE_S = 30.0
+"""How long a rank whose contender has failed waits for the others, which may wait for it in a collective."""
+Turn = Callable[[], object]
+Make = Callable[[contextlib.ExitStack], Turn]
+"""Makes a contender, and returns its step; what must be undone before the world closes goes on the stack."""
+JOINED = "GPU_PROOF_JOINED"
+"""The environment variable with a folder for a file of each rank that has joined."""
 Kind = str
 """``cuda``, or to try the script out ``cpu`` or ``sim``."""
 
@@ -66,7 +81,10 @@ def join(kind: Kind) -> World:
         from tests import simulated_device
 
         simulated_device.load()
-    return lockstep.init(device="cpu" if kind == "cpu" else None)
+    world = lockstep.init(device="cpu" if kind == "cpu" else None)
+    if folder := os.environ.get(JOINED):
+        Path(folder, f"{world.rank}").touch()
+    return world
 
 
 def ranks_of(workload: Workload, world: World, control: dist.ProcessGroup) -> Ranks:
@@ -99,7 +117,7 @@ def by_fit(workload: Workload, ranks: Ranks, world: World) -> tuple[Run, Step]:
     return run, lambda batch: run.step()
 
 
-def captured(name: str, workload: Workload, ranks: Ranks) -> Callable[[], object]:
+def captured(name: str, workload: Workload, ranks: Ranks, cleanup: contextlib.ExitStack) -> Turn:
     """Return the replay of a whole step; all was made and warmed up on the stream of its own that the graph needs."""
     ranks = replace(ranks, options={**ranks.options, "capturable": True})
     side = torch.cuda.Stream()
@@ -110,11 +128,28 @@ def captured(name: str, workload: Workload, ranks: Ranks) -> Callable[[], object
             trainee.step(ranks.batches[0])
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # The threads of other contenders may look at their events meanwhile.
-        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
-            trainee.step(ranks.batches[0])
+        cleanup.callback(graph.reset)  # a graph with collectives keeps NCCL's communicator
+        errors: list[Exception] = []
+        try:
+            # The threads of other contenders may look at their events meanwhile.
+            with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+                try:
+                    trainee.step(ranks.batches[0])
+                except Exception as error:
+                    errors.append(error)
+                    raise
+        except Exception as error:
+            if torch.cuda.is_current_stream_capturing():
+                with contextlib.suppress(RuntimeError):
+                    graph.capture_end()
+            raise [*errors, error][0] from None  # to end a broken capture is an error, too
     torch.cuda.current_stream().wait_stream(side)
-    return graph.replay
+    return functools.partial(replay, graph, trainee)
+
+
+def replay(graph: torch.cuda.CUDAGraph, trainee: Trainee) -> None:
+    """Replay; ``trainee`` has the parameters, in memory that is not the graph's own."""
+    graph.replay()
 
 
 def made(name: str, workload: Workload, ranks: Ranks) -> Trainee:
@@ -129,44 +164,100 @@ class Contenders:
     Args:
         world: Of this rank.
         control: A group of Gloo's, over which ranks agree.
+        failed: What broke a job before this one, with the error: contenders that are left out.
+        notes: Rank zero notes there which contender has its turn, and what has failed, for a job that does not end.
     """
 
-    def __init__(self, world: World, control: dist.ProcessGroup) -> None:
-        self.world, self.control = world, control
-        self.steps: dict[str, Callable[[], object]] = {}
+    def __init__(
+        self, world: World, control: dist.ProcessGroup, failed: Mapping[str, str] | None = None, notes: str = ""
+    ) -> None:
+        self.world, self.control, self.notes = world, control, notes
+        self.steps: dict[str, Turn] = {}
         self.host_s: dict[str, list[float]] = {}
         self.peak_mib: dict[str, float] = {}
         self.kernels: dict[str, int] = {}
-        self.missing: dict[str, str] = {}
+        self.failed = dict(failed or {})
+        self.missing = {name: error.splitlines()[0] for name, error in self.failed.items()}
+        self.cleanup = contextlib.ExitStack()
 
-    def add(self, name: str, make: Callable[[], Callable[[], object]]) -> None:
-        """Make a contender, which takes its first steps, if there is memory for it. Collective: every rank."""
-        device, error = self.world.device, ""
+    def __enter__(self) -> "Contenders":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Release all, before the world closes."""
+        self.steps.clear()
+        self.cleanup.close()
+        gc.collect()
+
+    def note(self, now: str) -> None:
+        """Say whose turn it is."""
+        if self.notes and self.world.is_rank_zero:
+            whole = Path(self.notes)
+            whole.with_suffix(".new").write_text(json.dumps({"now": now, "failed": self.failed}))
+            whole.with_suffix(".new").replace(whole)
+
+    def add(self, name: str, make: Make) -> None:
+        """Make a contender, which takes its first steps, unless an error prevents that. Collective: every rank.
+
+        Raises:
+            RuntimeError: It failed here, and the others do not come, or the device is out of order since.
+        """
+        if name in self.failed:
+            return
+        self.note(name)
+        device, cleanup, step, error = self.world.device, contextlib.ExitStack(), None, ""
         memory = torch.get_device_module(device) if device.type != "cpu" else None
         synchronize(device)
-        before = 0
+        before, peak, kernels = 0, 0, 0
         if memory is not None:
             memory.reset_peak_memory_stats(device)
             before = memory.memory_allocated(device)
         try:
-            step = make()
+            step = make(cleanup)
             for _ in range(WARM_UP_STEPS):
                 step()
             synchronize(device)
+            if memory is not None:
+                peak = memory.max_memory_allocated(device) - before
+            kernels = self.count_kernels(step)
         except torch.OutOfMemoryError as problem:
-            error = str(problem).splitlines()[0]
-        if slowest(float(bool(error)), self.control):
-            self.missing[name] = error or "another rank has no memory for it"
-            gc.collect()
-            torch.accelerator.empty_cache()
+            error = f"{NO_MEMORY} on rank {self.world.rank}: {first_line(problem)}"
+        except Exception as problem:
+            headline = f"{type(problem).__name__}: {first_line(problem)}"
+            error = f"{FAILED} on rank {self.world.rank}: {headline}\n{traceback.format_exc()}"
+        errors = self.agree(name, error)
+        if step is not None and not errors:
+            self.cleanup.enter_context(cleanup)
+            self.steps[name], self.host_s[name], self.kernels[name] = step, [], kernels
+            if memory is not None:
+                self.peak_mib[name] = slowest(peak / 2**20, self.control)
             return
-        self.steps[name], self.host_s[name] = step, []
+        failures = [each for each in errors if each.startswith(FAILED)]
+        self.missing[name] = (failures or errors)[0].splitlines()[0]
+        if failures:
+            self.failed[name] = failures[0]
+        self.note(name)
+        step = None  # with its memory
+        with contextlib.suppress(Exception):
+            cleanup.close()
+        gc.collect()
         if memory is not None:
-            peak = memory.max_memory_allocated(device) - before
-            self.peak_mib[name] = slowest(peak / 2**20, self.control)
-        self.kernels[name] = self.count_kernels(step)
+            torch.accelerator.empty_cache()
+            synchronize(device)
 
-    def count_kernels(self, step: Callable[[], object]) -> int:
+    def agree(self, name: str, error: str) -> list[str]:
+        """Return the errors of the ranks that have one. Collective: every rank."""
+        failed, texts = torch.tensor([float(bool(error))]), [""] * self.world.world_size
+        work = dist.all_reduce(failed, dist.ReduceOp.MAX, group=self.control, async_op=True)
+        try:
+            work.wait(timedelta(seconds=AGREE_S)) if error else work.wait()
+        except RuntimeError:
+            raise RuntimeError(f"{name}: {error}\nThe other ranks have not come within {AGREE_S:.0f} s.") from None
+        if failed:
+            dist.all_gather_object(texts, error, group=self.control)
+        return [each for each in texts if each]
+
+    def count_kernels(self, step: Turn) -> int:
         """Return how many kernels and copies a step launches on this rank's device."""
         device = self.world.device
         if device.type == "sim":
@@ -185,6 +276,7 @@ class Contenders:
     def turn(self, name: str, count: int) -> float:
         """Return the seconds of one of ``count`` steps on the slowest rank. Collective: every rank."""
         step = self.steps[name]
+        self.note(name)
         synchronize(self.world.device)
         slowest(0.0, self.control)
         start = time.perf_counter()
@@ -210,46 +302,62 @@ class Contenders:
             "host_s": summarize(self.host_s)["seconds"],
             "peak_mib": self.peak_mib,
             "kernels": self.kernels,
-            "missing": self.missing,
+            **self.absent(),
         }
 
+    def absent(self) -> dict[str, Any]:
+        """Return why there are no figures of some, and the errors that are not for want of memory."""
+        return {"missing": self.missing, "failed": self.failed}
 
-def measure(name: str, kind: Kind, deadline: float) -> dict[str, Any]:
-    """Return the figures of a model, about at ``deadline``; the same on all ranks. Collective: every rank."""
+
+def first_line(problem: Exception) -> str:
+    return (str(problem) or type(problem).__name__).splitlines()[0]
+
+
+def measure(
+    name: str, kind: Kind, deadline: float, failed: Mapping[str, str] | None = None, notes: str = ""
+) -> dict[str, Any]:
+    """Return the figures of a model, about at ``deadline``; the same on all ranks. Collective: every rank.
+
+    Args:
+        name: Of the model.
+        kind: Of the devices.
+        deadline: By the clock `time.time`.
+        failed: See `Contenders`.
+        notes: Likewise.
+    """
     with join(kind) as world:
         control = dist.new_group(backend="gloo")
         workload = models_of(kind)[name]
         ranks = ranks_of(workload, world, control)
-        found, runs = Contenders(world, control), []
         contenders, names = EAGER, CAPTURED
         if world.world_size == 1:
             contenders, names = (*EAGER, *ALONE.values()), (*CAPTURED, *ALONE.values())
+        absent = {}
         if name == LARGE:
             need = BYTES_OF_LARGE * sum(parameter.numel() for parameter in on_meta(workload).parameters())
             free = -slowest(-float(torch.cuda.mem_get_info(world.device)[0]), control)
             lean = [ALONE.get(each, each) if world.world_size == 1 else each for each in LEAN]
             contenders = tuple(lean[: int(free // need)]) if free >= 2 * need else ()
-            found.missing = dict.fromkeys(lean[len(contenders) :], "not enough memory")
+            absent = dict.fromkeys(lean[len(contenders) :], "not enough memory")
 
-        def make_by_fit() -> Callable[[], object]:
+        def make_by_fit(cleanup: contextlib.ExitStack) -> Turn:
             run, step = by_fit(workload, ranks, world)
-            runs.append(run)
+            cleanup.callback(run.close)
             return functools.partial(step, ranks.batches[0])
 
-        for contender in contenders:
-            found.add(
-                contender, make_by_fit if contender == "fit" else functools.partial(eager, contender, workload, ranks)
-            )
-        for contender in names if kind == "cuda" and name not in NOT_CAPTURED else ():
-            found.add(f"{contender}, captured", functools.partial(captured, contender, workload, ranks))
-        left_s = slowest(deadline - time.time(), control)
-        figures = found.measure(name, left_s) if found.steps else {"missing": found.missing}
-        for run in runs:
-            run.close()
-        return figures
+        with Contenders(world, control, failed, notes) as found:
+            found.missing |= absent
+            for contender in contenders:
+                make = functools.partial(eager, contender, workload, ranks)
+                found.add(contender, make_by_fit if contender == "fit" else make)
+            for contender in names if kind == "cuda" and name not in NOT_CAPTURED else ():
+                found.add(f"{contender}, captured", functools.partial(captured, contender, workload, ranks))
+            left_s = slowest(deadline - time.time(), control)
+            return found.measure(name, left_s) if found.steps else found.absent()
 
 
-def eager(name: str, workload: Workload, ranks: Ranks) -> Callable[[], object]:
+def eager(name: str, workload: Workload, ranks: Ranks, cleanup: contextlib.ExitStack) -> Turn:
     return functools.partial(made(name, workload, ranks).step, ranks.batches[0])
 
 
@@ -258,8 +366,19 @@ def on_meta(workload: Workload) -> nn.Module:
         return workload.model()
 
 
-def measure_replicas(name: str, kind: Kind, deadline: float, num_devices: int) -> dict[str, Any]:
-    """Return the figures of both classes DataParallel in this process, which uses all devices; a single one twice."""
+def measure_replicas(
+    name: str,
+    kind: Kind,
+    deadline: float,
+    failed: Mapping[str, str] | None = None,
+    notes: str = "",
+    *,
+    num_devices: int,
+) -> dict[str, Any]:
+    """Return the figures of both classes DataParallel in this process, which uses all devices; a single one twice.
+
+    The arguments are those of `measure`.
+    """
     with join(kind) as world:
         workload, indices = models_of(kind)[name], range(num_devices) if num_devices > 1 else [0, 0]
         devices = [torch.device(kind, index) if kind != "cpu" else world.device for index in indices]
@@ -270,7 +389,7 @@ def measure_replicas(name: str, kind: Kind, deadline: float, num_devices: int) -
         shards = [tuple(part.to(device) for part in shard) for device, shard in zip(devices, parts, strict=True)]
         scales = [1 / len(devices)] * len(devices)
 
-        def ours() -> Callable[[], object]:
+        def ours(cleanup: contextlib.ExitStack) -> Turn:
             model = workload.model().to(devices[0])
             wrapped = lockstep.DataParallel(model, devices)
             optimizer = torch.optim.AdamW(model.parameters(), **ranks.options)
@@ -282,20 +401,21 @@ def measure_replicas(name: str, kind: Kind, deadline: float, num_devices: int) -
 
             return step
 
-        def torchs() -> Callable[[], object]:
+        def torchs(cleanup: contextlib.ExitStack) -> Turn:
             model = workload.model().to(devices[0])
             wrapped = nn.DataParallel(model, [device.index for device in devices])
             step = plain_step(wrapped, torch.optim.AdamW(model.parameters(), **ranks.options))
             return functools.partial(step, whole)  # type: ignore[arg-type]
 
-        def single() -> Callable[[], object]:
+        def single(cleanup: contextlib.ExitStack) -> Turn:
             model = workload.model().to(devices[0])
             return functools.partial(plain_step(model, torch.optim.AdamW(model.parameters(), **ranks.options)), whole)  # type: ignore[arg-type]
 
-        found = Contenders(world, dist.new_group(backend="gloo"))
-        if num_devices == 1:
-            found.add("single", single)
-        if kind == "cuda":  # torch's refuses the others
-            found.add("torch-dp", torchs)
-        found.add("dp", ours)
-        return found.measure(f"{name}, DataParallel", deadline - time.time())
+        with Contenders(world, dist.new_group(backend="gloo"), failed, notes) as found:
+            if num_devices == 1:
+                found.add("single", single)
+            if kind == "cuda":  # torch's refuses the others
+                found.add("torch-dp", torchs)
+            found.add("dp", ours)
+            title = f"{name}, DataParallel"
+            return found.measure(title, deadline - time.time()) if found.steps else found.absent()

@@ -48,12 +48,16 @@ TEST_S = 90.0
 END_S, LEAST_S, FAIR_S = 8.0, 3.0, 20.0
 """What the end of a file needs; less than this left, no test begins; and one that had less before the time of its file
 was over has not failed: it could not be shown."""
+START_S = 60.0
+"""What a file may take until its tests are collected; its time begins then."""
 STACKS_S = 5.0
 """How long processes that were aborted have to say where they were."""
 OF_PYTEST = ("/pluggy/", "/_pytest/", "/pytest/", "<frozen runpy>", "/threading.py", "/gpu_tests.py")
 BROKEN = ("failed", "error", "hung")
 WATCH = "GPU_TESTS_WATCH"
 """The environment variable with the arguments of `Watch`."""
+TEST_END = "GPU_TESTS_TEST_END"
+"""That with the end of the test that runs, by the clock `time.time`."""
 # A pytest older than ours, without its plugins, will do, and notices of the GPU's libraries are no failures.
 OPTIONS = [
     *("-W", "ignore::pytest.PytestConfigWarning", "-o", "minversion=7", "-o", "filterwarnings=default"),
@@ -71,17 +75,19 @@ def files_in_order(folder: Path) -> list[Path]:
 
 
 class Job:
-    """Tests of one file, or of several, in a process."""
+    """Tests of one file, or of several, in a process, for ``seconds`` but not beyond ``latest``."""
 
-    def __init__(self, words: Sequence[str], seconds: float, folder: Path, root: Path, test_s: float) -> None:
-        self.words, self.seconds = list(words), seconds
+    def __init__(
+        self, words: Sequence[str], seconds: float, latest: float, folder: Path, root: Path, test_s: float
+    ) -> None:
+        self.words, self.latest = list(words), latest
         self.notes = folder / f"{time.monotonic_ns()}.jsonl"
-        self.end = time.time() + seconds
+        self.end = min(time.time() + START_S, latest)
         self.killed = False
         options = ["-q", "--no-header", "-p", "no:cacheprovider", "-p", "bench.gpu_tests", "-m", "not soak", *OPTIONS]
         options += ["-c", str(REPO / "pyproject.toml"), f"--rootdir={root}"]
         command = [sys.executable, "-m", "pytest", *options, *words]
-        watch = json.dumps([str(self.notes), self.end, test_s])
+        watch = json.dumps([str(self.notes), seconds, latest, test_s])
         # Which plugins a machine has is chance.
         environ = {**os.environ, WATCH: watch, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
         environ["PYTHONPATH"] = os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])
@@ -93,6 +99,7 @@ class Job:
 
     def is_over(self) -> bool:
         """Return whether the process has ended; end it if it is far behind its limit, which it watches itself."""
+        self.read()
         if self.process.poll() is None and time.time() > self.end + END_S:
             self.kill()
         return self.process.poll() is not None
@@ -110,6 +117,7 @@ class Job:
         whole = self.notes.read_text().rpartition("\n")[0] if self.notes.exists() else ""
         for note in map(json.loads, whole.splitlines()):
             collected += note.get("collected", [])
+            self.end = note.get("end", self.end)
             if "began" in note:
                 now = note["began"]
             elif "test" in note:
@@ -125,7 +133,11 @@ class Job:
             stacks = without_pytest(self.stacks.read_text()) if self.stacks.exists() else ""
             text = f"its process {status}\n{tail(self.log.read_text(), 20)}\n{stacks}"
             ended[now] = {"test": now, "outcome": "hung" if self.killed or stacks else "failed", "text": text}
+        elif self.killed and not collected and self.end == self.latest:
+            return self.words, ended
         elif not collected and not ended and self.process.returncode != 5:  # 5: no tests
+            if self.killed:
+                status = f"had not collected the tests after {START_S:.0f} s"
             text = f"pytest {status}\n{self.log.read_text()}"
             ended[self.words[0]] = {"test": self.words[0], "outcome": "error", "text": text}
         return [test for test in collected if test not in ended], ended
@@ -180,7 +192,7 @@ def run(
         while waiting or running:
             while waiting and len(running) < beside and end - time.time() > END_S + LEAST_S:
                 words, budget_s = waiting.pop(0)
-                running.append(Job(words, min(budget_s, end - time.time() - END_S), folder, root, test_s))
+                running.append(Job(words, budget_s, end - END_S, folder, root, test_s))
             for job in [job for job in running if job.is_over()]:
                 running.remove(job)
                 left, its = job.result()
@@ -228,12 +240,12 @@ def without_pytest(stacks: str) -> str:
     return "\n".join(lines[:40])
 
 
-def abort_children(pid: int) -> None:
-    """Send SIGABRT to all that a process has started: Python, and our ranks, then write where they are."""
+def abort_children(pid: int, number: int = signal.SIGABRT) -> None:
+    """Send a signal to all that a process has started: at SIGABRT Python, and our ranks, write where they are."""
     with contextlib.suppress(psutil.Error):
         for child in psutil.Process(pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                child.send_signal(signal.SIGABRT)
+                child.send_signal(number)
 
 
 # --- the plugin of pytest
@@ -242,8 +254,9 @@ def abort_children(pid: int) -> None:
 class Watch:
     """Notes how each test ends, and ends the process when one does not."""
 
-    def __init__(self, notes: Path, end: float, test_s: float) -> None:
-        self.notes, self.end, self.test_s, self.session = notes, end, test_s, None
+    def __init__(self, notes: Path, seconds: float, latest: float, test_s: float) -> None:
+        self.notes, self.seconds, self.latest, self.test_s, self.session = notes, seconds, latest, test_s, None
+        self.end = latest
         self.stacks: TextIO = notes.with_suffix(".stacks").open("w+")
         self.is_done, self.is_hung = threading.Event(), False
         self.reports: list[Any] = []
@@ -255,7 +268,8 @@ class Watch:
     def pytest_collection_finish(self, session: Any) -> None:
         """Hook of pytest."""
         self.session = session
-        self._note(collected=[item.nodeid for item in session.items])
+        self.end = min(time.time() + self.seconds, self.latest)
+        self._note(collected=[item.nodeid for item in session.items], end=self.end)
 
     def pytest_collectreport(self, report: Any) -> None:
         """Hook of pytest."""
@@ -267,6 +281,7 @@ class Watch:
         self._note(began=nodeid)
         self.reports, self.is_done = [], threading.Event()
         limit_s = max(min(self.test_s, self.end - time.time() - STACKS_S), 1.0)
+        os.environ[TEST_END] = str(time.time() + limit_s)
         # Should the thread not get to run, because the test hangs in C and holds the interpreter's lock:
         faulthandler.dump_traceback_later(limit_s + 2 * STACKS_S, exit=True, file=self.stacks)
         threading.Thread(target=self.watch, args=(nodeid, limit_s, self.is_done), daemon=True).start()
@@ -318,5 +333,5 @@ def pytest_configure(config: Any) -> None:
     """Be a plugin: called by pytest."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     config.addinivalue_line("markers", "timeout(seconds): of pytest-timeout; here the limits are others")
-    notes, end, test_s = json.loads(os.environ[WATCH])
-    config.pluginmanager.register(Watch(Path(notes), end, test_s))
+    notes, *limits = json.loads(os.environ[WATCH])
+    config.pluginmanager.register(Watch(Path(notes), *limits))

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import gc
 import importlib.util
 import json
 import os
@@ -10,16 +11,22 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import psutil
 import pytest
 import torch
 from torch.distributed.tensor.debug import CommDebugMode
 
-from bench import gpu_proof, gpu_steps, gpu_tests, gpu_waits
+from bench import contenders, gpu_proof, gpu_steps, gpu_tests, gpu_waits
 from bench.models import TINY_GPU_MODELS
 from bench.report import gpu
+from lockstep.errors import LaunchTimeout, LockstepError, RankFailed
 from tests.gpu import test_one_gpu
+from tests.gpu.test_ranks_gpu import Scenarios
 from tests.models import soak
 
 
@@ -103,6 +110,40 @@ def test_two_ranks_share_a_device(monkeypatch):
     assert test_one_gpu.on_one_gpu("gloo", work) == [(0, "rank 0"), (1, "rank 1")]
 
 
+def test_what_came_through_before_a_job_ends_has_passed(tmp_path, monkeypatch):
+    """A job ends with its scenario that fails, or with its time; the test behind begins another one."""
+    ends = [(2, LaunchTimeout("late")), (1, RankFailed("broken")), (0, LaunchTimeout("hung")), (2, None)]
+    names, jobs = list("abcdefghi"), []
+
+    def run(fn, left, folder, timeout_s):
+        num_passed, error = ends[len(jobs)]
+        jobs.append("".join(left))
+        for number in range(num_passed):
+            Path(folder, f"{number}").touch()
+        if error is not None:
+            raise error
+
+    def new_folder():
+        folder = tmp_path / str(len(jobs))
+        folder.mkdir(exist_ok=True)
+        return folder
+
+    def ends_of(scenarios, names):
+        for name in names:
+            try:
+                scenarios.check(name)
+                yield name
+            except (LockstepError, pytest.skip.Exception) as error:
+                yield str(error)
+
+    scenarios = Scenarios(run, new_folder, 200.0, names)
+    assert list(ends_of(scenarios, "bcdefgh")) == ["b", "c", "d", "broken", "hung", "g", "h"]
+    assert jobs == ["bcdefghi", "defghi", "fghi", "ghi"]  # the test of `a` ended in another process
+    monkeypatch.setenv(gpu_tests.TEST_END, str(time.time() + 15))
+    [late] = ends_of(Scenarios(run, new_folder, 200.0, names), "a")
+    assert late.startswith("not reached") and len(jobs) == 4
+
+
 STUCK = """
 import os, subprocess, sys
 import pytest
@@ -157,6 +198,19 @@ def test_what_there_is_no_time_for_is_listed(tmp_path):
     ]
 
 
+def test_the_time_of_a_file_begins_when_its_tests_are_collected(tmp_path, monkeypatch):
+    watch = gpu_tests.Watch(tmp_path / "notes.jsonl", 100.0, 5e9, 90.0)
+    watch.stacks.close()
+    watch.pytest_collection_finish(SimpleNamespace(items=[]))
+    assert watch.end == pytest.approx(time.time() + 100, abs=60)
+    monkeypatch.setattr(gpu_tests, "START_S", 1.0)
+    monkeypatch.setattr(gpu_tests, "END_S", 0.5)
+    (tmp_path / "test_slow.py").write_text("import time; time.sleep(90)")
+    found = gpu_tests.run([tmp_path / "test_slow.py"], 50.0, tmp_path, lambda found: None, root=tmp_path)
+    assert found["problems"] == ["test_slow.py error"]
+    assert found["reasons"]["test_slow.py"].startswith("pytest had not collected the tests after 1 s")
+
+
 def test_the_order_names_files_that_are_there():
     names = [path.name for path in gpu_tests.files_in_order(gpu_proof.REPO / "tests/gpu")]
     assert names[0] == "test_ranks_gpu.py" and names[-1] == "test_ddp_graph.py"
@@ -205,6 +259,145 @@ def shown(name, figures):
     return [row.split("|")[1].strip() for row in gpu.table(name, figures)[2:]]
 
 
+@contextlib.contextmanager
+def broken_contenders(failing_rank, error):
+    """Have ``torch`` lack memory on rank 1, and ``torch-view`` fail, in the second step of a rank or on all at once."""
+
+    def without_memory(model, ranks):
+        if torch.distributed.get_rank() == 1:
+            raise torch.OutOfMemoryError("no memory\nat all")
+        return contenders.none(model, ranks)
+
+    def failing(model, ranks):
+        step, calls = contenders.ours(model, ranks), []
+
+        def fail(batch):
+            calls.append(1)
+            if failing_rank is None or (len(calls), torch.distributed.get_rank()) == (2, failing_rank):
+                raise error("broken\nin two lines")
+            step(batch)
+
+        return fail
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(gpu_steps, "EAGER", ("torch", "torch-view", "ours", "fit"))
+        monkeypatch.setattr(gpu_steps, "WARM_UP_STEPS", 3)
+        monkeypatch.setattr(gpu_steps, "MOST_STEPS", 2)
+        monkeypatch.setattr(gpu_steps, "AGREE_S", 1.0)
+        monkeypatch.setitem(contenders.MAKE, "torch", without_memory)
+        monkeypatch.setitem(contenders.MAKE, "torch-view", failing)
+        yield
+
+
+def test_a_contender_that_fails_is_missing_and_the_others_are_measured(ranks, tmp_path):
+    def measure(world):
+        with broken_contenders(None, ValueError):
+            return gpu_steps.measure("2,000 tensors", "cpu", time.time(), {}, str(tmp_path / "notes.json"))
+
+    first, second = ranks(2, warnings="default")(measure)
+    assert first == second and list(first["rounds_s"]) == ["ours", "fit"]
+    lacking = "no memory for it on rank 1: no memory"
+    assert first["missing"] == {"torch": lacking, "torch-view": "failed on rank 0: ValueError: broken"}
+    assert list(first["failed"]) == ["torch-view"] and "in fail\n" in first["failed"]["torch-view"]
+    assert json.loads((tmp_path / "notes.json").read_text())["failed"] == first["failed"]
+
+
+@pytest.mark.parametrize("error", [ValueError, torch.OutOfMemoryError])
+def test_a_model_is_measured_without_the_contender_that_breaks_its_job(error):
+    """One rank fails while the other one waits for it in a collective."""
+
+    def measure(*args):
+        with broken_contenders(1, error):
+            return gpu_steps.measure("2,000 tensors", "cpu", *args)
+
+    figures = gpu_proof.measure_model(1.0, time.time() + 200, 2, measure)
+    assert list(figures["rounds_s"]) == ["ours", "fit"] and list(figures["missing"]) == ["torch-view", "torch"]
+    if error is ValueError:
+        text = figures["failed"].pop("torch-view")
+        assert "ValueError: broken" in text and "The other ranks have not come within 1 s." in text
+    assert figures["failed"] == {}
+
+
+class Graph:
+    """Stands in for CUDA's; to end a capture that an error broke is an error."""
+
+    def __init__(self, leaves_open):
+        self.leaves_open, self.is_capturing, self.is_broken, self.calls = leaves_open, False, False, []
+
+    def capture_end(self):
+        self.is_capturing = False
+        self.calls.append("end")
+        if self.is_broken:
+            raise RuntimeError("the capture was broken before")
+
+    def replay(self):
+        self.calls.append("replay")
+
+    def reset(self):
+        self.calls.append("reset")
+
+    @contextlib.contextmanager
+    def capturing(self):
+        self.is_capturing = True
+        try:
+            yield
+        except BaseException:
+            self.is_broken = True
+            raise
+        finally:
+            if not (self.is_broken and self.leaves_open):
+                self.capture_end()
+
+
+@pytest.mark.parametrize(
+    ("error", "leaves_open"), [(None, False), (torch.OutOfMemoryError("no memory"), False), (ValueError("bad"), True)]
+)
+def test_a_capture_is_ended_and_its_graph_is_released(monkeypatch, error, leaves_open):
+    graph, parameter = Graph(leaves_open), torch.ones(1)
+    is_kept = weakref.ref(parameter)
+
+    def step(batch, parameter=parameter):
+        if error is not None and graph.is_capturing:
+            raise error
+
+    trainees = [SimpleNamespace(step=step)]
+    del step, parameter
+    side = mock.MagicMock()
+    monkeypatch.setattr(gpu_steps, "made", lambda *_: trainees.pop())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: graph.capturing())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: graph.is_capturing)
+    for name in ("Stream", "current_stream", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda: side)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    ranks = contenders.Ranks(None, None, [None], {}, torch.device("cpu"))
+    with contextlib.ExitStack() as cleanup:
+        if error is None:
+            turn = gpu_steps.captured("ours", None, ranks, cleanup)
+            turn()
+            gc.collect()
+            assert is_kept() is not None  # the replay writes there
+        else:
+            with pytest.raises(type(error), match=str(error)):
+                gpu_steps.captured("ours", None, ranks, cleanup)
+    assert graph.calls == ["end", "replay", "reset"] if error is None else ["end", "reset"]
+    assert not graph.is_capturing
+
+
+def test_ranks_that_are_late_are_told_apart(monkeypatch):
+    """Those that have not started, and those that have not ended."""
+
+    def start_and_stay():
+        with gpu_steps.join("cpu"):
+            time.sleep(90)
+
+    with pytest.raises(TimeoutError, match=r"^it did not end within 1 s\n(.*\n)*.*in start_and_stay"):
+        gpu_proof.launch_within(1.0, time.time() + 90, 1, start_and_stay)
+    monkeypatch.setattr(gpu_proof, "START_S", 3.0)
+    with pytest.raises(gpu_proof.NotStarted, match=r"^the ranks had not started within 3 s\n"):
+        gpu_proof.launch_within(1.0, time.time() + 90, 1, time.sleep, 90)
+
+
 def test_steps_of_one_rank(ranks):
     """A rank that is alone is measured with its buckets and collectives, too, and two replicas of it."""
 
@@ -213,7 +406,11 @@ def test_steps_of_one_rank(ranks):
             monkeypatch.setattr(gpu_steps, "WARM_UP_STEPS", 3)
             monkeypatch.setattr(gpu_steps, "MOST_STEPS", 2)
             args = "2,000 tensors", "cpu", time.time()
-            return gpu_steps.measure(*args), gpu_steps.measure_replicas(*args, 1), counts_of_collectives(world)
+            return (
+                gpu_steps.measure(*args),
+                gpu_steps.measure_replicas(*args, num_devices=1),
+                counts_of_collectives(world),
+            )
 
     [(steps, replicas, counts)] = ranks(1, warnings="default")(measure)
     assert list(steps["rounds_s"]) == [*gpu_steps.EAGER, "ours-alone"]

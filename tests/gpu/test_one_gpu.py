@@ -5,6 +5,7 @@ two hosts it uses the network: here, sockets over the loopback. NVIDIA does not 
 short limit is tried first. The kernels of the two processes take turns, some 10 ms each: figures of speed mean nothing.
 """
 
+import functools
 import itertools
 import os
 import time
@@ -19,7 +20,7 @@ from lockstep.launcher import api
 from lockstep.launcher.output import LogSettings
 from tests.distributed.test_recovery import TASK
 from tests.distributed.test_scenarios import LOST, SCENARIOS, launch_losing
-from tests.gpu.test_ranks_gpu import failures_of
+from tests.gpu.test_ranks_gpu import Scenarios, names_of
 from tests.training import make_task, whole_batch
 
 pytestmark = pytest.mark.timeout(150)
@@ -99,15 +100,20 @@ def two_hosts():
 # --- over NCCL
 
 
+def scenarios_over(backend, request):
+    run = functools.partial(on_one_gpu, backend)
+    folders = request.getfixturevalue("tmp_path_factory")
+    return Scenarios(run, lambda: folders.mktemp("passed"), JOB_S, names_of(request))
+
+
 @pytest.fixture(scope="module")
-def failures(two_hosts, tmp_path_factory):
-    return failures_of(lambda *args, **options: on_one_gpu("nccl", *args, **options), tmp_path_factory, JOB_S)
+def scenarios(two_hosts, request):
+    return scenarios_over("nccl", request)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_two_ranks(failures, name):
-    if name in failures:
-        raise failures[name]
+def test_two_ranks(scenarios, name):
+    scenarios.check(name)
 
 
 @pytest.mark.parametrize("how", LOST)
@@ -198,13 +204,10 @@ def test_fit_over_gloo_equals_one_process():
 
 
 @pytest.fixture(scope="module")
-def failures_over_gloo(tmp_path_factory):
-    return failures_of(
-        lambda *args, **options: on_one_gpu("gloo", *args, **options), tmp_path_factory, JOB_S, OVER_GLOO
-    )
+def scenarios_over_gloo(request):
+    return scenarios_over("gloo", request)
 
 
 @pytest.mark.parametrize("name", OVER_GLOO)
-def test_two_ranks_over_gloo(failures_over_gloo, name):
-    if name in failures_over_gloo:
-        raise failures_over_gloo[name]
+def test_two_ranks_over_gloo(scenarios_over_gloo, name):
+    scenarios_over_gloo.check(name)

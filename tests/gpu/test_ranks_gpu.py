@@ -1,5 +1,6 @@
 """The scenarios of tests/distributed on all GPUs over NCCL: a world of one on one GPU, real ranks on several."""
 
+import math
 import os
 import shutil
 import time
@@ -7,51 +8,75 @@ import time
 import pytest
 import torch
 
-from lockstep.errors import LockstepError
+from bench.gpu_tests import TEST_END
+from lockstep.errors import LaunchTimeout, LockstepError
 from tests.distributed.test_recovery import run_task  # noqa: F401 - a fixture
 from tests.distributed.test_scenarios import LOST, SCENARIOS, launch_losing, one_context, resume_on_fewer, run_in_turn
 
 pytestmark = pytest.mark.timeout(600)
 
-JOB_S, LEAST_S = 240.0, 10.0
-"""For all scenarios; and what a job needs at least: ranks start."""
+JOB_S, LEAST_S, FAIR_S = 240.0, 10.0, 30.0
+"""For all scenarios; what a job needs at least, as ranks start; and what a scenario has at least before it has failed
+because it did not end."""
+END_S = 10.0
+"""Between the end of a job and that of the test which runs it: the job's error comes first."""
 
 
-def failures_of(run, tmp_path_factory, seconds, names=SCENARIOS):
-    """Run all scenarios in one job; after one that fails, the rest in a new job. Return the errors by name.
+class Scenarios:
+    """Runs scenarios in few jobs: a test whose scenario has not been run starts one, with those behind it.
+
+    So each passes when it has come through, whatever happens later.
 
     Args:
         run: ``run(fn, *args, timeout_s=...)`` runs ``fn(world, *args)`` on each rank.
-        tmp_path_factory: The fixture.
+        folder: Returns a new one.
         seconds: For all jobs together; the tests of the scenarios that there is no time for are skipped.
-        names: Which scenarios.
+        names: Of the scenarios, in the order of their tests.
     """
-    left, found, end = list(names), {}, time.monotonic() + seconds
-    while left:
-        folder = tmp_path_factory.mktemp("passed")
-        if (left_s := end - time.monotonic()) < LEAST_S:
-            found |= dict.fromkeys(left, pytest.skip.Exception(f"the {seconds:g} s for the scenarios are over"))
-            break
+
+    def __init__(self, run, folder, seconds, names):
+        self.run, self.folder, self.names, self.end = run, folder, list(names), time.time() + seconds
+        self.found = {}
+
+    def check(self, name):
+        """Raise the error of this scenario, if it has one."""
+        if name not in self.found:
+            self.run_from(name)
+        if self.found[name] is not None:
+            raise self.found[name]
+
+    def run_from(self, name):
+        """Run this one and those behind it, as long as the test may take that does it."""
+        left, folder = self.names[self.names.index(name) :], self.folder()
+        left_s = min(self.end, float(os.environ.get(TEST_END, math.inf)) - END_S) - time.time()
+        not_reached = pytest.skip.Exception("not reached: the time for the scenarios was over")
+        self.found[name] = not_reached
+        if left_s < LEAST_S:
+            return
+        num_passed = len(left)
         try:
-            run(run_in_turn, left, str(folder), timeout_s=left_s)
+            self.run(run_in_turn, left, str(folder), timeout_s=left_s)
         except LockstepError as error:
             num_passed = len(list(folder.iterdir()))
-            found[left[num_passed]] = error
-            left = left[num_passed + 1 :]
-        else:
-            break
-    return found
+            if not isinstance(error, LaunchTimeout) or (num_passed == 0 and left_s > FAIR_S):
+                self.found[left[num_passed]] = error  # others that were late have a job of their own
+        self.found |= dict.fromkeys(left[:num_passed])
+
+
+def names_of(request):
+    """Return the scenarios of the tests that use a fixture, of those that run."""
+    items = [item for item in request.session.items if item.path == request.path]
+    return [item.callspec.params["name"] for item in items if request.fixturename in item.fixturenames]
 
 
 @pytest.fixture(scope="module")
-def failures(on_gpus, tmp_path_factory):
-    return failures_of(on_gpus, tmp_path_factory, JOB_S)
+def scenarios(request, on_gpus, tmp_path_factory):
+    return Scenarios(on_gpus, lambda: tmp_path_factory.mktemp("passed"), JOB_S, names_of(request))
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_all_gpus(failures, name):
-    if name in failures:
-        raise failures[name]
+def test_all_gpus(scenarios, name):
+    scenarios.check(name)
 
 
 def test_compiled_by_the_inductor(on_gpus):
