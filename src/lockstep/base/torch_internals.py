@@ -449,6 +449,10 @@ set_timeout: Callable[[timedelta], None] = getattr(dist, "set_timeout", None) or
 )
 
 
+# NCCL's watchdog writes this key to the store after an error; with any other name nothing reads what it has left there.
+EXCEPTION_DUMP = "exception_dump"
+
+
 def process_groups() -> list[dist.ProcessGroup]:
     """Return the groups of this process. Without torch's table: none, so none is aborted or counted."""
     return list(getattr(getattr(dist.distributed_c10d, "_world", None), "pg_map", ()))
@@ -466,6 +470,21 @@ def restart_group_names() -> None:
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
     """Return what serves ``group`` for a device. Without the method: AttributeError."""
     return group._get_backend(device)
+
+
+def abort_together(backends: Sequence[Any]) -> None:
+    """Abort the collectives of several backends, those of NCCL as one call, as they may wait for each other.
+
+    Without NCCL's methods for that: one by one.
+    """
+    first = next((backend for backend in backends if hasattr(backend, "_group_start")), None)
+    if first is not None:
+        first._group_start()
+    for backend in backends:
+        with suppress(RuntimeError):
+            backend.abort()
+    if first is not None:
+        first._group_end()
 
 
 def all_gather_single(group: dist.ProcessGroup, *arguments: Any) -> dist.Work:

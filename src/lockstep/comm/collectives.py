@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -46,6 +47,8 @@ _OPERATIONS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MA
 _BROADCAST_CHUNK_BYTES = 250 * 2**20
 # In c10d this means "the group's own timeout". Groups written in Python may require options and this argument.
 NO_TIMEOUT = timedelta(0)
+# Held while a collective is launched on a device, or is aborted: NCCL allows one thread at a time.
+launching = threading.RLock()
 
 
 def is_initialized() -> bool:
@@ -198,7 +201,15 @@ def all_reduce_work(
     # not know, such as groups written in Python.
     options.reduceOp = _OPERATIONS[op]
     # c10d's own groups do not accept ``pieces``.
-    return group.allreduce([_real(tensor)], options, **({} if pieces is None else {"pieces": pieces}))
+    return _launch(tensor, group.allreduce, [_real(tensor)], options, **({} if pieces is None else {"pieces": pieces}))
+
+
+def _launch(tensor: Tensor, method: Callable[..., Work], *args: Any, **kwargs: Any) -> Work:
+    """Call a ``method`` of a group that communicates ``tensor``."""
+    if tensor.is_cpu:  # it may block until other threads have communicated, too
+        return method(*args, **kwargs)
+    with launching:
+        return method(*args, **kwargs)
 
 
 def all_reduce_together(tensors: Sequence[Tensor], *, group: Group) -> list[Work]:
@@ -206,17 +217,19 @@ def all_reduce_together(tensors: Sequence[Tensor], *, group: Group) -> list[Work
 
     Collective: every rank, in the same order, with the same shapes and dtypes. Does not block.
     """
-    if not is_native(group):  # it may lack this method
+    # A group written in Python may lack this method, and Gloo's is for CPU tensors.
+    if not is_native(group) or any(not tensor.is_cpu and _is_gloo(group, tensor.device) for tensor in tensors):
         return [all_reduce_work(tensor, group=group) for tensor in tensors]
     groups = grouped(map(_real, tensors), attrgetter("device", "dtype"))
-    return [group.allreduce_coalesced(part, dist.AllreduceCoalescedOptions()) for part in groups.values()]
+    options = dist.AllreduceCoalescedOptions()
+    return [_launch(part[0], group.allreduce_coalesced, part, options) for part in groups.values()]
 
 
 def broadcast_async(tensor: Tensor, *, group: Group, src: int, alone: bool = False) -> Work:
     """Start to overwrite the contiguous ``tensor`` with that of rank ``src``. Collective: every rank."""
     options = dist.BroadcastOptions()
     options.rootRank, options.asyncOp = _member(src, group), not (alone and tensor.is_cpu)
-    return group.broadcast([_real(tensor)], options)
+    return _launch(tensor, group.broadcast, [_real(tensor)], options)
 
 
 def _member(rank: int, group: Group) -> int:
@@ -338,7 +351,8 @@ def all_gather(tensor: Tensor, *, group: Group) -> Tensor:
     if tensor.is_cpu or not has_all_gather(group, tensor.device):
         start = partial(group.allgather, [list(rows)], [tensor], options)
     else:  # NCCL gathers into one tensor, and would copy from it to those of a list, with a kernel for each rank
-        start = partial(torch_internals.all_gather_single, group, rows.flatten(), tensor.flatten(), options)
+        flats = rows.flatten(), tensor.flatten()
+        start = partial(_launch, tensor, torch_internals.all_gather_single, group, *flats, options)
     _blocking("all_gather", start)
     return rows
 
@@ -494,7 +508,7 @@ def all_to_all_async(
         return None
     if _is_gloo(group, tensor.device):
         return _Exchange(_real(tensor).split(sent_sizes), _real(output).split(received_sizes), group)
-    return group.alltoall_base(_real(output), _real(tensor), received_sizes, sent_sizes, options)
+    return _launch(tensor, group.alltoall_base, _real(output), _real(tensor), received_sizes, sent_sizes, options)
 
 
 class _Exchange(Work):
@@ -556,7 +570,8 @@ def reduce_scatter_slices(flat: Tensor, *, group: Group, alone: bool = False, pi
     options = dist.ReduceScatterOptions()
     options.asyncOp = not (alone and flat.is_cpu)
     extra = {} if pieces is None else {"pieces": pieces}
-    return torch_internals.reduce_scatter_single(group, _real(_own_slice(flat, group)), _real(flat), options, **extra)
+    arguments = group, _real(_own_slice(flat, group)), _real(flat), options
+    return _launch(flat, torch_internals.reduce_scatter_single, *arguments, **extra)
 
 
 def all_gather_flat(output: Tensor, tensor: Tensor, *, group: Group, alone: bool = False) -> Work:
@@ -575,7 +590,7 @@ def all_gather_flat(output: Tensor, tensor: Tensor, *, group: Group, alone: bool
         return _Exchange([sent] * group.size(), _real(output).view(group.size(), sent.numel()).unbind(), group)
     options = dist.distributed_c10d.AllgatherOptions()
     options.asyncOp = not (alone and tensor.is_cpu)
-    return torch_internals.all_gather_single(group, _real(output), _real(tensor), options)
+    return _launch(tensor, torch_internals.all_gather_single, group, _real(output), _real(tensor), options)
 
 
 def all_gather_slices(flat: Tensor, *, group: Group, alone: bool = False) -> Work:

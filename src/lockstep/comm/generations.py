@@ -28,6 +28,7 @@ import time
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
@@ -35,8 +36,9 @@ from torch.distributed.constants import default_pg_timeout
 from lockstep.base import activity, rank_files
 from lockstep.base.env import RankEnv, machine_timeout_s
 from lockstep.base.rank_files import SPARE, Arrival, Generation
-from lockstep.base.torch_internals import backend_of, process_groups, restart_group_names
+from lockstep.base.torch_internals import abort_together, backend_of, process_groups, restart_group_names
 from lockstep.comm import network
+from lockstep.comm.collectives import launching
 from lockstep.comm.rendezvous import JOINS, poll_interval_s, poll_until
 from lockstep.comm.shm.process_group import CpuProcessGroup
 from lockstep.comm.store import open_store
@@ -48,6 +50,8 @@ from lockstep.errors import CollectiveError, LockstepError
 _PERIOD_S, _PATIENCE_S = 0.02, 30.0
 # How long the ranks of a generation, who have all met, may take to connect.
 _CONNECT_S = 15.0
+# How long a thread that aborts waits for one that launches a collective, which takes microseconds unless it is stuck.
+_LAUNCH_S = 1.0
 # How often a process that waits for its place says so.
 _REPORT_S = 60.0
 
@@ -260,12 +264,18 @@ class _Superseded(Exception):
 def interrupt_groups() -> None:
     """Make all calls on the process groups of this process fail, also calls that other threads are in."""
     network.cut_links()
+    on_devices: list[Any] = []
     for group in process_groups():
         if isinstance(group, CpuProcessGroup):
             group.interrupt()
             continue
         # Not Gloo's, which would never end what waits: its connections are shut down.
-        for device in group._device_types:
-            if device.type != "cpu":
-                with suppress(RuntimeError):
-                    backend_of(group, device).abort()
+        on_devices += [backend_of(group, device) for device in group._device_types if device.type != "cpu"]
+    if on_devices:
+        # NCCL allows one thread at a time; but the thread that launches may itself wait for the lost rank.
+        is_held = launching.acquire(timeout=_LAUNCH_S)
+        try:
+            abort_together(on_devices)
+        finally:
+            if is_held:
+                launching.release()

@@ -112,10 +112,11 @@ def destroy_default_group(*, abort: bool, at_exit: bool, is_cut: bool = False) -
     """
     if not dist.is_initialized():
         return
-    if (abort or at_exit) and (not is_cut or network.is_stuck()):
+    for group in torch_internals.process_groups() if abort or at_exit else []:
         # Leaked on purpose. Gloo cannot abort: its destructor waits for collectives in flight, up to their timeout
-        # (half an hour), and would delay the end of a process whose peer is stuck.
-        for group in torch_internals.process_groups():
+        # (half an hour), and would delay the end of a process whose peer is stuck. That of NCCL joins its watchdog,
+        # which may sleep for minutes after an error.
+        if not is_cut or network.is_stuck() or any(device.type != "cpu" for device in group._device_types):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
     try:  # NCCL may wait for a peer that will never answer
@@ -509,6 +510,9 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
     me = rendezvous.Participant(env.rank, env.world_size, "", socket.gethostname(), os.getpid())
     meet = partial(rendezvous.check_membership, deadline=deadline, timeout_s=timeout_s, is_host=met.is_host)
     with rendezvous.naming_a_lost_store(me):
+        if env.rank == 0:
+            # Of ranks before a restart, if the store outlives them: NCCL would wait for minutes and end this process.
+            met.store.delete_key(torch_internals.EXCEPTION_DUMP)
         if env.launcher is Launcher.ENV:
             meet(PrefixStore(f"{met.prefix}/hosts", met.store), me)  # names missing ranks
             env = _on_its_machine(env, PrefixStore(f"{met.prefix}/hosts", met.store))

@@ -162,6 +162,11 @@ class Agent(LocalElasticAgent):
                 "TORCH_NCCL_ASYNC_ERROR_HANDLING", "0" if spec.max_restarts > self.num_failures else "1"
             ),
         }
+        if spec.max_restarts > self.num_failures:
+            # After an error, the watchdog would sleep for minutes before it ends, for other ranks to write records of
+            # their collectives; heartbeats have these already. A recovery would wait for it.
+            for name, value in (("TORCH_NCCL_DUMP_ON_TIMEOUT", "0"), ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1")):
+                common_env[name] = os.environ.get(name, value)
         if spec.rdzv_handler.use_agent_store:
             common_env[LAUNCHER_STORE] = f"{worker_group.master_addr}:{worker_group.master_port}"
         if self._joins is not None:
