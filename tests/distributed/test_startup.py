@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import lockstep
 from lockstep.comm import hierarchy
+from tests.distributed.commands import lockstep as run_lockstep
 
 HOST = socket.gethostname()
 
@@ -163,3 +164,29 @@ def test_without_a_local_rank_the_hosts_say_who_shares_a_machine(ranks):
     zero, _, two = ranks(3)(join_on_machines, envs, 1.0)
     assert zero == two
     assert zero.startswith("2 of 3 ranks came within 1 s; missing: rank 1.\n")
+
+
+AFTER_AN_ERROR_OF_NCCL = """
+import os, sys
+import torch.distributed as dist
+import lockstep
+
+with lockstep.init(backend="gloo"):
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    attempt, names = os.environ["TORCHELASTIC_RESTART_COUNT"], ("DUMP_ON_TIMEOUT", "WAIT_TIMEOUT_DUMP_MILSEC")
+    found = store.check(["exception_dump"])
+    print(attempt, found, *(os.environ.get(f"TORCH_NCCL_{name}") for name in names), flush=True)
+    if attempt == "0":
+        store.set("exception_dump", "left by the watchdog of a lost rank")
+        os._exit(1)
+"""
+
+
+def test_what_the_watchdog_of_nccl_leaves_in_the_store_ends_no_rank_after_a_restart(tmp_path):
+    """With a static rendezvous the store outlives the ranks; a rank that finds the key there would be aborted."""
+    (tmp_path / "train.py").write_text(AFTER_AN_ERROR_OF_NCCL)
+    where = "--nnodes", "1", "--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", str(free_port())
+    done = run_lockstep("run", *where, "--devices", "1", "--max-restarts", "1", str(tmp_path / "train.py"))
+    assert (done.out, done.code) == ("0 False 0 1\n1 False None None\n", 0)

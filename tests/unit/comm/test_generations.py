@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from lockstep.base import activity
 from lockstep.base.rank_files import RUN_DIR, Generation
 from lockstep.comm import generations
+from lockstep.comm.collectives import launching
 from lockstep.comm.rendezvous import JOINS, Rendezvous
 from lockstep.errors import CollectiveError
 
@@ -73,3 +75,51 @@ def test_a_group_that_was_formed_too_late_to_be_interrupted_is_left(member, monk
     assert membership.rejoin().number == 2
     assert formed == [False, True, False]
     assert not membership.is_cut
+
+
+class GroupOnDevice:
+    """A group with an accelerator's backend; ``calls`` gets what is called, and whether `launching` is held."""
+
+    _device_types = (torch.device("cpu"), torch.device("meta"))
+
+    def __init__(self, name, calls):
+        self.name, self._calls = name, calls
+
+    def _get_backend(self, device):
+        assert device.type == "meta"
+        return self
+
+    def _note(self, what):
+        with ThreadPoolExecutor() as other:
+            is_held = not other.submit(launching.acquire, blocking=False).result()
+        self._calls.append(f"{what} {self.name}" if is_held else "another thread may launch")
+
+    def _group_start(self):
+        self._note("start")
+
+    def _group_end(self):
+        self._note("end")
+
+    def abort(self):
+        self._note("abort")
+        if self.name == "a":
+            raise RuntimeError("it has no communicator yet")
+
+
+def test_groups_on_a_device_are_aborted_as_one_call_while_nothing_is_launched(monkeypatch):
+    calls = []
+    groups = [GroupOnDevice("a", calls), GroupOnDevice("b", calls)]
+    monkeypatch.setattr(generations, "process_groups", lambda: groups)
+    generations.interrupt_groups()
+    assert calls == ["start a", "abort a", "abort b", "end a"]
+
+
+def test_a_launch_that_is_stuck_does_not_keep_groups_from_being_aborted(monkeypatch):
+    calls = []
+    monkeypatch.setattr(generations, "process_groups", lambda: [GroupOnDevice("a", calls)])
+    monkeypatch.setattr(generations, "_LAUNCH_S", 0.01)
+    with launching, ThreadPoolExecutor() as watcher:
+        watcher.submit(generations.interrupt_groups).result()
+        assert calls == ["start a", "abort a", "end a"]
+    assert launching.acquire(blocking=False)
+    launching.release()
