@@ -8,6 +8,7 @@ import ctypes
 import faulthandler
 import os
 import signal
+import time
 import warnings
 from unittest import mock
 
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import lockstep
 from lockstep.base import accelerator
 from lockstep.data import loader
 from lockstep.parallel.ddp import comm_hooks
@@ -110,6 +112,40 @@ def counts(world):
 
 def test_what_a_real_device_is_slowed_by_is_counted(sim_ranks):
     sim_ranks(1)(counts)
+
+
+def backward_goes_on(world):
+    """Rank 1 comes to its backward when rank 0 has computed its last gradient: before any bucket can be reduced."""
+    torch.sim.set_futures_order_streams(True)
+    device, store = world.device, dist.distributed_c10d._get_default_store()
+    model = lockstep.DistributedDataParallel(
+        nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))).to(device), bucket_cap_mb=1e-4
+    )
+    computed, found = torch.Event(device), []
+
+    def wait_for_stream(_):
+        computed.record()
+        end = time.monotonic() + 20.0
+        while not computed.query() and time.monotonic() < end:
+            time.sleep(0.002)
+        found.append(computed.query())
+        store.set("computed", "")
+
+    for step in range(3):
+        model.zero_grad()
+        loss = model(torch.ones(4, 8, device=device)).sum()
+        if step == 2 and world.rank == 0:
+            model.module[0].weight.register_post_accumulate_grad_hook(wait_for_stream)
+        elif step == 2:
+            store.wait(["computed"])
+        loss.backward()
+    torch.accelerator.synchronize()
+    torch.sim.set_futures_order_streams(False)
+    assert found == [True] * (world.rank == 0)
+
+
+def test_backward_goes_on_while_buckets_are_reduced_also_where_futures_order_streams(sim_ranks):
+    sim_ranks(2)(backward_goes_on)
 
 
 def collectives(world):

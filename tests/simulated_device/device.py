@@ -230,6 +230,11 @@ def forget_contexts():
     native.forget_contexts()
 
 
+def set_futures_order_streams(value):
+    """Choose whether asking for the future of a collective makes the current stream wait, as in torch 2.15."""
+    native.set_futures_order_streams(value)
+
+
 def set_patience(seconds):
     """Say how long an operator waits for the collective whose result it needs; at first without a limit.
 

@@ -106,6 +106,9 @@ bool is_of_lost_peer(const std::string& error) {
   return false;
 }
 
+// Whether a work that is asked for its future makes the current stream wait, as NCCL's backend does from torch 2.15 on.
+std::atomic<bool> futures_order_streams = false;
+
 class SimWork final : public c10d::Work {
  public:
   SimWork(int rank, OpType type, at::Device device, int stream, bool host_waits, Tensors outputs, Tensors tensors)
@@ -151,6 +154,8 @@ class SimWork final : public c10d::Work {
     return outputs_;
   }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    if (futures_order_streams)
+      sim::wait(current_stream(device_.index()), done_);
     return future_;
   }
 
@@ -549,6 +554,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     TORCH_CHECK_VALUE(modes.count(mode), "check: 'off', 'collect' or 'raise', not '", mode, "'");
     set_check(modes.at(mode));
   });
+  m.def("set_futures_order_streams", [](bool value) { futures_order_streams = value; });
   m.def("default_generator", [](int device) {
     const auto& generator = at::detail::getPrivateUse1Hooks().getDefaultGenerator(device);
     return py::reinterpret_steal<py::object>(THPGenerator_initDefaultGenerator(generator));

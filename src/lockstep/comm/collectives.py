@@ -212,6 +212,45 @@ def _launch(tensor: Tensor, method: Callable[..., Work], *args: Any, **kwargs: A
         return method(*args, **kwargs)
 
 
+class Started:
+    """Collectives under way, as one, with the methods of a future that the engines use.
+
+    No future of torch's: that of Gloo orders no stream of a GPU, and from torch 2.15 on, the call that returns NCCL's
+    makes the current stream wait. What orders the stream that uses the result is the ``wait`` of each work.
+
+    Args:
+        work: The first of them.
+        tensor: What it communicates.
+        group: The ranks that take part.
+
+    Attributes:
+        works: In the order of their start.
+    """
+
+    def __init__(self, work: Work, tensor: Tensor, group: Group) -> None:
+        self.works = [work]
+        self._device = tensor.device
+        self._stream_waits = not tensor.is_cpu and not _is_gloo(group, tensor.device)
+
+    def done(self) -> bool:
+        """Return whether `wait` does not block the host."""
+        return self._stream_waits or all(work.is_completed() for work in self.works)
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """Call ``callback`` when all are complete; on a device at once, and its current stream waits for them."""
+        if not self._stream_waits:
+            self.works[-1].get_future().add_done_callback(callback)
+            return
+        with torch.Stream(self._device):
+            self.wait()
+            callback(self)
+
+    def wait(self) -> None:
+        """Block until all are complete (on CUDA: the current stream waits)."""
+        for work in self.works:
+            wait_for_call(work)
+
+
 def all_reduce_together(tensors: Sequence[Tensor], *, group: Group) -> list[Work]:
     """Start to replace each of ``tensors`` by its sum over all ranks: one collective for each device and dtype.
 

@@ -54,13 +54,22 @@ from torch.futures import Future
 from typing_extensions import override
 
 from lockstep.base.accelerator import is_capturing, recorded_event, start_thread, synchronize
-from lockstep.comm.collectives import Group, Work, all_reduce_work, cpu_group, is_native, wait_for, wait_for_transfer
+from lockstep.comm.collectives import (
+    Group,
+    Started,
+    Work,
+    all_reduce_work,
+    cpu_group,
+    is_native,
+    wait_for,
+    wait_for_transfer,
+)
 from lockstep.comm.hierarchy import HierarchicalProcessGroup, start_exchange
 from lockstep.comm.network import gloo_cause, wait_for_call
 from lockstep.comm.shm.communicator import block_codec
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError, is_of_signal_handler
 from lockstep.parallel.ddp.buckets import Bucket, BucketSet
-from lockstep.parallel.ddp.comm_hooks import BucketReduction, CastAllReduce, is_compressible
+from lockstep.parallel.ddp.comm_hooks import BucketReduction, CastAllReduce, Pending, is_compressible
 from lockstep.parallel.flat import cut_views
 
 # A tensor within a flat one: a key that is the same in every step, and its shape.
@@ -560,9 +569,9 @@ class CompressedMean(BucketReduction):
         bucket_set.on_rebuilt.append(self._on_rebuilt)
 
     @override
-    def start(self, bucket: Bucket, *, alone: bool) -> Future[Any]:
+    def start(self, bucket: Bucket, *, alone: bool) -> Pending:
         if not is_compressible(bucket):
-            return all_reduce_work(bucket.payload, group=self._group).get_future()
+            return Started(all_reduce_work(bucket.payload, group=self._group), bucket.payload, self._group)
         before: list[Callable[[], object]] = []
         if self._hierarchy is not None:
             before.append(self._hierarchy.all_reduce_inside(bucket.payload).wait)
@@ -587,7 +596,7 @@ class CompressedMean(BucketReduction):
         return _Pipeline.start(self._messages, exchange, bucket.spec.device)
 
     @override
-    def finish(self, bucket: Bucket, future: Future[Any]) -> None:
+    def finish(self, bucket: Bucket, future: Pending) -> None:
         wait_for_call(future)
         if bucket in self._on_host:
             bucket.payload.copy_(self._on_host.pop(bucket), non_blocking=True)

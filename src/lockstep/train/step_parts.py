@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, final
 import psutil
 import torch
 from torch import Tensor, nn
-from torch.futures import Future
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import get_ema_multi_avg_fn
@@ -23,8 +22,9 @@ from lockstep.base.accelerator import upload
 from lockstep.base.activity import format_bytes, plural
 from lockstep.base.torch_internals import TorchDispatchMode, local_scalar_dense, mark_stepped, version_of
 from lockstep.checkpoints.model_state import plain_name, read_tensors
-from lockstep.comm.collectives import Group, all_reduce, all_reduce_work
+from lockstep.comm.collectives import Group, Work, all_reduce, all_reduce_work
 from lockstep.comm.fully_shard import local_part
+from lockstep.comm.network import wait_for_call
 from lockstep.data.loader import MicroBatch
 from lockstep.data.order import Purpose, mix, seed_cpu, seed_device
 from lockstep.errors import ConfigurationError, OutOfMemory
@@ -482,7 +482,7 @@ class StepMetrics:
     def __post_init__(self) -> None:
         self._parts: list[Part] = []
         self._sums: Tensor | None = None
-        self._future: Future[Any] | None = None
+        self._work: Work | None = None
 
     def add(self, parts: Sequence[Part], flags: Sequence[float] | None) -> list[Tensor]:
         """Add the losses of this process's shares of a micro-batch; return their values.
@@ -507,7 +507,7 @@ class StepMetrics:
         if flags is not None:
             self._sums = self._sum(flags)
             if self.group is not None:
-                self._future = all_reduce_work(self._sums, group=self.group).get_future()
+                self._work = all_reduce_work(self._sums, group=self.group)
         return values
 
     def _sum(self, flags: Sequence[float]) -> Tensor:
@@ -531,9 +531,9 @@ class StepMetrics:
             num_samples: Samples of the global batch, by which the gradient was already divided.
             may_miss: Whether some of them may be missing, so that the divisor follows from the counts.
         """
-        if self._future is not None:
+        if self._work is not None:
             with activity.waiting("all_reduce of losses"):
-                self._future.wait()
+                wait_for_call(self._work)
         sums = self._sum([0] * NUM_FLAGS) if self._sums is None else self._sums
         self.flags, self.report = sums[2:-1], sums[2:]
         self.count = sums[1] if self.has_counts else None

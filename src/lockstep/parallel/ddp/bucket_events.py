@@ -5,7 +5,6 @@ from enum import Enum
 from typing import Any, Protocol
 
 import torch
-from torch.futures import Future
 
 from lockstep.base import activity
 from lockstep.base.accelerator import is_capturing, mark_on
@@ -91,7 +90,7 @@ class BucketStamps:
             stamp, future = self._now.buckets[-1], bucket.future
             assert future is not None
 
-            def set_done(_: Future[Any]) -> None:
+            def set_done(_: Any) -> None:
                 stamp.done = mark_on(self._device)  # the current stream waits for the reduction
 
             future.add_done_callback(set_done)  # at once if it is done

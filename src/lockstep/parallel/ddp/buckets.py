@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.futures import Future
 
 from lockstep.base import torch_internals
-from lockstep.comm.collectives import Group, Pieces, all_gather_different, empty_buffer
+from lockstep.comm.collectives import Group, Pieces, Started, all_gather_different, empty_buffer
 from lockstep.errors import LockstepError
 from lockstep.parallel.flat import ALIGNMENT_BYTES, cut_views, padded_numel
 from lockstep.parallel.module_io import Registered
@@ -176,7 +176,7 @@ class _Members:
         self._addresses = list(map(torch_internals.tensor_address, self.parameters))
         self.position, self.is_last = 0, False
         self.missing: dict[int, Tensor | None] = {}
-        self.future: Future[Any] | None = None
+        self.future: Future[Any] | Started | None = None
         self.sent_dtype = spec.dtype
 
     def check_missing(self, used: Set[int]) -> None:

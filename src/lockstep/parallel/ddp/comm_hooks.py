@@ -13,13 +13,15 @@ from typing_extensions import override
 
 from lockstep.base.accelerator import upload, widest_dtype
 from lockstep.comm import collectives
-from lockstep.comm.collectives import Group, all_reduce, all_reduce_work, empty_buffer
+from lockstep.comm.collectives import Group, Started, all_reduce, all_reduce_work, empty_buffer
 from lockstep.comm.network import wait_for_call
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.ddp.buckets import Bucket, BucketSet
 from lockstep.parallel.flat import cut_views
 
 CommHook = Callable[[Any, Any], Future[Any]]
+# The reduction of a bucket that is under way.
+Pending = Future[Any] | Started
 
 
 class BucketReduction(ABC):
@@ -39,7 +41,7 @@ class BucketReduction(ABC):
     finishes_alone = True
 
     @abstractmethod
-    def start(self, bucket: Bucket, *, alone: bool) -> Future[Any]:
+    def start(self, bucket: Bucket, *, alone: bool) -> Pending:
         """Start to reduce ``bucket`` over all ranks. Collective: every rank, in bucket order.
 
         Args:
@@ -49,7 +51,7 @@ class BucketReduction(ABC):
         """
 
     @abstractmethod
-    def finish(self, bucket: Bucket, future: Future[Any]) -> None:
+    def finish(self, bucket: Bucket, future: Pending) -> None:
         """Block until ``bucket`` holds the reduced gradients."""
 
     def count_users(self, used: Sequence[int], message: Sequence[float], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -74,10 +76,10 @@ class AllReduceMean(BucketReduction):
         self._may_block = collectives.is_native(group)  # other groups written in Python may return too early
 
     @override
-    def start(self, bucket: Bucket, *, alone: bool) -> Future[Any]:
+    def start(self, bucket: Bucket, *, alone: bool) -> Pending:
         payload, pieces = bucket.payload, bucket.take_pieces() if self.takes_pieces else None
-        if not (alone and payload.is_cpu and self._may_block):  # on CUDA, a future that other streams can wait for
-            return all_reduce_work(payload, group=self._group, pieces=pieces).get_future()
+        if not (alone and payload.is_cpu and self._may_block):
+            return Started(all_reduce_work(payload, group=self._group, pieces=pieces), payload, self._group)
         # A blocking call runs in this thread, which has nothing else to do: that saves two thread switches.
         all_reduce(payload, group=self._group, pieces=pieces)
         future: Future[Any] = Future()
@@ -85,7 +87,7 @@ class AllReduceMean(BucketReduction):
         return future
 
     @override
-    def finish(self, bucket: Bucket, future: Future[Any]) -> None:
+    def finish(self, bucket: Bucket, future: Pending) -> None:
         wait_for_call(future)
 
 
@@ -118,18 +120,19 @@ class CastAllReduce(BucketReduction):
 
     @override
     @torch.no_grad()
-    def start(self, bucket: Bucket, *, alone: bool) -> Future[Any]:
+    def start(self, bucket: Bucket, *, alone: bool) -> Pending:
         if not is_compressible(bucket):
-            return all_reduce_work(bucket.payload, group=self._group).get_future()
+            return Started(all_reduce_work(bucket.payload, group=self._group), bucket.payload, self._group)
         # Not the bucket's own memory: the parameters' gradients are views of it, in their own dtype.
         if bucket not in self._buffers:  # a bucket of the first step, or one that this rank created alone
             self._buffers[bucket] = torch.empty_like(bucket.payload, dtype=self._dtype)
         bucket.sent_dtype = self._dtype  # too narrow for a sum of weights, which needs its own collective
-        return all_reduce_work(self._buffers[bucket].copy_(bucket.payload), group=self._group).get_future()
+        sent = self._buffers[bucket].copy_(bucket.payload)
+        return Started(all_reduce_work(sent, group=self._group), sent, self._group)
 
     @override
     @torch.no_grad()
-    def finish(self, bucket: Bucket, future: Future[Any]) -> None:
+    def finish(self, bucket: Bucket, future: Pending) -> None:
         wait_for_call(future)
         if is_compressible(bucket):
             bucket.payload.copy_(self._buffers[bucket])
@@ -193,7 +196,7 @@ class CommHookReduction(BucketReduction):
         self._on_device = torch.empty(0)
 
     @override
-    def start(self, bucket: Bucket, *, alone: bool) -> Future[Any]:
+    def start(self, bucket: Bucket, *, alone: bool) -> Pending:
         future = self._hook(self._state, GradBucket(bucket))
         if not isinstance(future, torch.Future):
             raise ConfigurationError(
@@ -203,7 +206,7 @@ class CommHookReduction(BucketReduction):
         return future
 
     @override
-    def finish(self, bucket: Bucket, future: Future[Any]) -> None:
+    def finish(self, bucket: Bucket, future: Pending) -> None:
         result = wait_for_call(future)  # torch's hooks return a tensor, others the list of one from all_reduce's future
         bucket.replace_gradients(result[0] if isinstance(result, list | tuple) else result)
 

@@ -2,23 +2,21 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast, final
+from typing import Any, final
 
 from torch import Tensor, nn
-from torch.futures import Future
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lockstep.comm import collectives
-from lockstep.comm.collectives import Group, Work
-from lockstep.comm.network import wait_for_call
+from lockstep.comm.collectives import Group, Started
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.compile import keep_out_of_graphs
 from lockstep.parallel.ddp.bucket_events import Event
 from lockstep.parallel.ddp.buckets import Bucket
-from lockstep.parallel.ddp.comm_hooks import AllReduceMean, BucketReduction
+from lockstep.parallel.ddp.comm_hooks import AllReduceMean, BucketReduction, Pending
 from lockstep.parallel.ddp.reducer import Reducer, live_reducers
 
 # Operators of torch that return a norm or divide by one, of which the overload is not named.
@@ -40,26 +38,6 @@ class _SlicedGradient(Tensor):
                 "the norm of all (max_norm=math.inf does not clip), or leave shard_gradients out."
             )
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-
-
-class _Works:
-    """Several collectives as one, with the methods of a future that the reducer uses."""
-
-    def __init__(self, works: list[Work]) -> None:
-        self.works = works
-
-    def done(self) -> bool:
-        """Return whether all are complete."""
-        return all(work.is_completed() for work in self.works)
-
-    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Call ``callback`` when the last of them is complete, which was started after the others."""
-        self.works[-1].get_future().add_done_callback(callback)
-
-    def wait(self) -> None:
-        """Block until all are complete (on CUDA: the current stream waits)."""
-        for work in self.works:
-            collectives.wait_for(work, "reduce_scatter of gradients")
 
 
 @final
@@ -98,29 +76,30 @@ class ReduceScatterMean(BucketReduction):
         self._whole = AllReduceMean(group)
         self.takes_pieces = self._whole.takes_pieces
         # By position of a bucket, from `start` to `finish`: its tail, which is not reduced yet.
-        self._tails: dict[int, tuple[Tensor, _Works]] = {}
+        self._tails: dict[int, tuple[Tensor, Started]] = {}
         self._reduced: set[int] = set()
         self._hooked: set[int] = set()
         self._refusing: list[Tensor] = []
 
     @override
-    def start(self, bucket: Bucket, *, alone: bool) -> Future[Any]:
+    def start(self, bucket: Bucket, *, alone: bool) -> Pending:
         if not self._bucket_set.is_rebuilt:
             return self._whole.start(bucket, alone=alone)
         slices, tail = bucket.payload[: bucket.tail_start], bucket.payload[bucket.tail_start :]
         pieces = bucket.take_pieces() if self.takes_pieces else None
-        pending = _Works([collectives.reduce_scatter_slices(slices, group=self._group, alone=alone, pieces=pieces)])
+        work = collectives.reduce_scatter_slices(slices, group=self._group, alone=alone, pieces=pieces)
+        pending = Started(work, slices, self._group)
         self._tails[bucket.position] = tail, pending
-        return cast("Future[Any]", pending)
+        return pending
 
     @override
-    def finish(self, bucket: Bucket, future: Future[Any]) -> None:
+    def finish(self, bucket: Bucket, future: Pending) -> None:
         if self._tails:  # all buckets are launched
             works = collectives.all_reduce_together([tail for tail, _ in self._tails.values()], group=self._group)
             for _, pending in self._tails.values():
                 pending.works += works
             self._tails = {}
-        wait_for_call(future)
+        collectives.wait_for(future, "reduce_scatter of gradients")
 
     def reset(self) -> None:
         """Record that the gradients have been used or discarded."""
