@@ -114,6 +114,23 @@ def test_what_a_real_device_is_slowed_by_is_counted(sim_ranks):
     sim_ranks(1)(counts)
 
 
+def buckets_are_registered(world):
+    before, optimizers = torch.sim.registered_bytes(), []
+    for disabled in ("1", "0"):
+        with mock.patch.dict(os.environ, DDP_DISABLE_COMM_MEM=disabled):
+            model = lockstep.DistributedDataParallel(nn.Linear(64, 64).to(world.device))
+            optimizers.append(lockstep.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1))
+            for _ in range(2):
+                model(torch.ones(4, 64, device=world.device)).sum().backward()
+                optimizers[-1].step()
+                optimizers[-1].zero_grad()
+        assert (torch.sim.registered_bytes() - before >= 4 * 65 * 64) == (disabled == "0")
+
+
+def test_buckets_are_in_memory_that_the_backend_registers(sim_ranks):
+    sim_ranks(2)(buckets_are_registered)
+
+
 def backward_goes_on(world):
     """Rank 1 comes to its backward when rank 0 has computed its last gradient: before any bucket can be reduced."""
     torch.sim.set_futures_order_streams(True)

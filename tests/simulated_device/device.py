@@ -230,6 +230,11 @@ def forget_contexts():
     native.forget_contexts()
 
 
+def registered_bytes():
+    """Return how many bytes this process has allocated in memory that the backend of its groups registers."""
+    return native.registered_bytes()
+
+
 def set_futures_order_streams(value):
     """Choose whether asking for the future of a collective makes the current stream wait, as in torch 2.15."""
     native.set_futures_order_streams(value)

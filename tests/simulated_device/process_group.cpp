@@ -106,6 +106,9 @@ bool is_of_lost_peer(const std::string& error) {
   return false;
 }
 
+// Of tensors that `allocateTensor` has returned, as NCCL does in memory that it has registered.
+std::atomic<size_t> registered_bytes = 0;
+
 // Whether a work that is asked for its future makes the current stream wait, as NCCL's backend does from torch 2.15 on.
 std::atomic<bool> futures_order_streams = false;
 
@@ -204,6 +207,13 @@ class SimBackend final : public c10d::Backend {
       TORCH_CHECK(is_of_lost_peer(caught.what()), caught.what());
       ending_->wait();
     }
+  }
+  bool supportsTensorAlloc(c10::DeviceIndex) override {
+    return true;
+  }
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override {
+    registered_bytes += size * options.dtype().itemsize();
+    return at::empty({size}, options);
   }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override {
@@ -554,6 +564,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     TORCH_CHECK_VALUE(modes.count(mode), "check: 'off', 'collect' or 'raise', not '", mode, "'");
     set_check(modes.at(mode));
   });
+  m.def("registered_bytes", [] { return registered_bytes.load(); });
   m.def("set_futures_order_streams", [](bool value) { futures_order_streams = value; });
   m.def("default_generator", [](int device) {
     const auto& generator = at::detail::getPrivateUse1Hooks().getDefaultGenerator(device);

@@ -497,6 +497,13 @@ def reduce_scatter_single(group: dist.ProcessGroup, *arguments: Any, **kwargs: A
     return group._reduce_scatter_base(*arguments, **kwargs)
 
 
+def registered_memory(group: dist.ProcessGroup, device: torch.device) -> Callable[..., Tensor] | None:
+    """Return what allocates memory that the backend of a group registers. Without it: None, for ordinary memory."""
+    backend = backend_of(group, device)
+    has_some = getattr(backend, "supports_tensor_alloc", None)
+    return backend.allocate_tensor if has_some is not None and has_some(device) else None
+
+
 def timeout_of(backend: Any) -> timedelta:
     """Return the time limit of a backend's operations. Without the attribute: half an hour."""
     return getattr(backend.options, "_timeout", timedelta(minutes=30))

@@ -3,9 +3,11 @@
 import hashlib
 import io
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from operator import attrgetter, is_not
@@ -445,8 +447,9 @@ def broadcast_object(value: Any, *, group: Group, src: int = 0, device: AnyDevic
 def empty_buffer(numel: int, *, dtype: torch.dtype, device: torch.device, group: Group) -> Tensor:
     """Return an uninitialized flat tensor in memory where ``group`` reduces and gathers it without copies.
 
-    On shm all ranks map this memory. With another backend, or if there is too little of it, all ranks get ordinary
-    memory. Either way the tensor behaves like any other, and its memory is freed with the last reference to it.
+    On shm all ranks map this memory; NCCL registers it, so that fewer of a GPU's processors reduce and gather it. With
+    another backend, or if there is too little of it, ranks get ordinary memory. In each case the tensor behaves like
+    any other, and its memory is freed with the last reference to it.
 
     Collective on shm: every rank, in the same order, with the same arguments. Blocks until all ranks have called it.
 
@@ -460,6 +463,10 @@ def empty_buffer(numel: int, *, dtype: torch.dtype, device: torch.device, group:
     inside = group.inside if isinstance(group, HierarchicalProcessGroup) else group
     if device.type == "cpu" and isinstance(inside, ShmProcessGroup) and numel:
         return inside.shm_ops.empty_shared((numel,), dtype)
+    registered = torch_internals.registered_memory(group, device) if device.type != "cpu" and is_native(group) else None
+    if registered is not None and os.environ.get("DDP_DISABLE_COMM_MEM") != "1":  # torch's class does it only with "0"
+        with suppress(RuntimeError):  # not enough memory: its blocks are larger than those of torch's allocator
+            return registered(numel, dtype=dtype, device=device)
     return torch.empty(numel, dtype=dtype, device=device)
 
 

@@ -63,8 +63,8 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         broadcast_buffers: Deprecated: broadcast buffers from rank 0 at construction and before each ``forward``.
         init_sync: Compare the model between ranks and broadcast it from rank 0. False: the caller has done so.
         process_group: The ranks that take part. Default: all.
-        bucket_cap_mb: Size of a bucket in MiB. Default: 1 for the first, else 25, or 8 with compression; on shm, where
-            the cores that compute also reduce, 25 for all.
+        bucket_cap_mb: Size of a bucket in MiB. Default: 1 for the first, else 25, or 4 for each rank if more than 8
+            have an accelerator, or 8 with compression; on shm, where the cores that compute also reduce, 25 for all.
         find_unused_parameters: Accepted and never needed.
         check_reduction: Accepted as in torch.
         gradient_as_bucket_view: Gradients are views of the buckets in any case. True: the script keeps no gradient
@@ -156,7 +156,11 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
             check_method(compression)
         can_overlap = collectives.reduces_on_its_own(self.process_group, self.device)
         self._bucket_caps_bytes = setup.bucket_caps_bytes(
-            bucket_cap_mb, bucket_cap_mb_list, can_overlap=can_overlap, is_compressed=self.compression is not None
+            bucket_cap_mb,
+            bucket_cap_mb_list,
+            can_overlap=can_overlap,
+            is_compressed=self.compression is not None,
+            num_devices=self.process_group.size() if self.device.type != "cpu" else 1,
         )
         self.bucket_bytes_cap = self._bucket_caps_bytes[-1]
         self.bucket_bytes_cap_list = list(self._bucket_caps_bytes) if bucket_cap_mb_list else []

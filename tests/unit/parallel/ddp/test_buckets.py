@@ -98,6 +98,15 @@ def test_caps(cap_mb, caps_mb, can_overlap, expected):
     assert bucket_caps_bytes(cap_mb, caps_mb, can_overlap=can_overlap, is_compressed=False) == expected
 
 
+@pytest.mark.parametrize(("num_devices", "expected_mib"), [(8, 25), (9, 36), (64, 256)])
+def test_the_cap_grows_with_the_number_of_devices(num_devices, expected_mib):
+    """So that the latency of a ring stays a small part of the time of a bucket."""
+    options = {"can_overlap": True, "num_devices": num_devices}
+    assert bucket_caps_bytes(None, None, is_compressed=False, **options) == (1 * MIB, expected_mib * MIB)
+    assert bucket_caps_bytes(None, None, is_compressed=True, **options) == (1 * MIB, 8 * MIB)
+    assert bucket_caps_bytes(3, None, is_compressed=False, **options) == (3 * MIB,)
+
+
 @pytest.mark.parametrize("cap_mb", ["auto", 0, -1])
 def test_what_is_no_size(cap_mb):
     with pytest.raises(ValueError) as caught:
