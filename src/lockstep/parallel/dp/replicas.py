@@ -5,17 +5,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import compress
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.cuda import nccl
 from torch.torch_version import TorchVersion
 
 from lockstep.base import torch_internals
 from lockstep.base.containers import in_chunks
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.compile import is_compiled
-from lockstep.parallel.flat import flatten_like, view_like
+from lockstep.parallel.flat import cut_views, flatten_like, view_like
 
 # torch 2.11 crashes the process when two threads compile at the same time, with or without this package.
 _COMPILES_IN_THREADS = TorchVersion(torch.__version__) >= "2.13"
@@ -107,7 +108,7 @@ class Replicas:
         """Sum the gradients of all leaves of the last `refresh` into those of the module's weights."""
         rows = [[None if leaf is None else leaf.grad for leaf in leaves] for leaves in self._leaves]
         self.drop_gradients()
-        deliver(self._weights, sum_in_tree(rows, self.devices[: len(rows)], in_place=True))
+        deliver(self._weights, sum_gradients(rows, self.devices[: len(rows)], in_place=True))
 
     def forget(self) -> None:
         """Create new shells at the next `refresh`: abandoned threads still use the present ones."""
@@ -202,7 +203,8 @@ class _Replicate(torch.autograd.Function):
             if torch.is_grad_enabled():  # create_graph: the sum must be differentiable
                 sums = [_differentiable_sum(parts, ctx.devices[0]) for parts in zip(*rows, strict=True)]
             else:
-                sums = sum_in_tree(rows, ctx.devices, in_place=False)  # autograd may also pass these tensors elsewhere
+                # Not in place: autograd may also pass these tensors elsewhere.
+                sums = sum_gradients(rows, ctx.devices, in_place=False)
         return (None, None, *sums)
 
 
@@ -292,12 +294,28 @@ def _check_replicable(name: str, source: nn.Module) -> None:
 _CHUNK_BYTES = 25 * 2**20
 
 
+def _chunks(tensors: Tensors, indices: Iterable[int]) -> list[list[int]]:
+    return in_chunks(indices, lambda index: tensors[index].dtype, lambda index: tensors[index].nbytes, _CHUNK_BYTES)
+
+
+def _flat(parts: Tensors, like: Tensors) -> Tensor:
+    flats = [flatten_like(part, other) for part, other in zip(parts, like, strict=True)]
+    return torch.cat(flats) if len(flats) > 1 else flats[0]
+
+
+def _has_ring(devices: Sequence[torch.device]) -> bool:
+    """Return whether NCCL connects the devices in this process, and they are so many that its ring beats a tree."""
+    is_many = devices[0].type == "cuda" and len(set(devices)) == len(devices) > 2
+    return is_many and nccl.is_available([torch.empty(1, device=device) for device in devices])
+
+
 @torch.no_grad()
 def coalesced_copies(tensors: Tensors, devices: Sequence[torch.device]) -> list[list[Tensor]]:
     """Copy ``tensors``, which share one device, to each of ``devices``, in large chunks.
 
-    Does not block; copies are in order with the current streams. Devices that have a copy pass it on: with n copies,
-    the first device sends log2(n + 1) times, rounded up.
+    Does not block; copies are in order with the current streams. NCCL sends them to more than one GPU, all at the same
+    time. Otherwise, devices that have a copy pass it on: with n copies, the first device sends log2(n + 1) times,
+    rounded up.
 
     Returns:
         One list for each device, with shapes, strides and values of ``tensors``. The copies do not require gradients.
@@ -305,18 +323,21 @@ def coalesced_copies(tensors: Tensors, devices: Sequence[torch.device]) -> list[
     """
     copies = [list(tensors) for _ in devices]
     strided = [index for index, tensor in enumerate(tensors) if is_strided(tensor)]
-    chunks = in_chunks(strided, lambda index: tensors[index].dtype, lambda index: tensors[index].nbytes, _CHUNK_BYTES)
+    has_ring = bool(strided) and _has_ring([tensors[0].device, *devices])
     with torch.inference_mode(False):
         for index in set(range(len(tensors))).difference(strided):
             for row, device in zip(copies, devices, strict=True):
                 row[index] = tensors[index].detach().to(device, copy=True)
-        for indices in chunks if devices else ():
+        for indices in _chunks(tensors, strided) if devices else ():
             parts = [tensors[index] for index in indices]
-            flats = [flatten_like(part, part) for part in parts]
-            sent = [torch.cat(flats) if len(flats) > 1 else flats[0]]
+            sent = [_flat(parts, parts)]
+            if has_ring:
+                sent += [torch.empty_like(sent[0], device=device) for device in devices]
+                nccl.broadcast(sent)
             for place, (row, device) in enumerate(zip(copies, devices, strict=True), 1):
-                # A binomial tree: from the place without the highest bit, which has got its copy log2 rounds earlier.
-                sent.append(sent[place - 2 ** (place.bit_length() - 1)].to(device, non_blocking=True, copy=True))
+                if not has_ring:
+                    # A binomial tree: from the place without the highest bit, which got its copy log2 rounds earlier.
+                    sent.append(sent[place - 2 ** (place.bit_length() - 1)].to(device, non_blocking=True, copy=True))
                 pieces = sent[place].split([part.numel() for part in parts])
                 for index, piece, part in zip(indices, pieces, parts, strict=True):
                     # Not detach(): a write to one buffer would increment the version counter of all, and autograd would
@@ -330,6 +351,25 @@ def is_strided(tensor: Tensor) -> bool:
     kind = type(tensor)
     is_ordinary = kind is Tensor or issubclass(kind, torch.nn.Parameter)
     return is_ordinary and tensor.layout is torch.strided and not tensor.is_quantized
+
+
+@torch.no_grad()
+def sum_gradients(rows: Sequence[Gradients], devices: Sequence[torch.device], *, in_place: bool) -> Gradients:
+    """Add the replicas' gradients: by NCCL where more than two GPUs have the same ones, otherwise `sum_in_tree`."""
+    sums: dict[int, Tensor] = {}
+    if _has_ring(devices):
+        columns = enumerate(zip(*rows, strict=True))
+        dense = [place for place, column in columns if all(each is not None and is_strided(each) for each in column)]
+        first = cast("list[Tensor]", rows[0])
+        for indices in _chunks(first, dense):
+            like = [first[index] for index in indices]
+            flats = [_flat([cast("Tensor", row[index]) for index in indices], like) for row in rows]
+            total = torch.empty_like(flats[0])  # not in place: a flat tensor of one gradient is that gradient
+            nccl.reduce(flats, total)
+            sums.update(zip(indices, cut_views(total, like), strict=True))
+    rows = [[None if place in sums else each for place, each in enumerate(row)] for row in rows]
+    rest = sum_in_tree(rows, devices, in_place=in_place)
+    return [sums.get(place, each) for place, each in enumerate(rest)]
 
 
 @torch.no_grad()

@@ -1,12 +1,15 @@
 """Replicas of particular modules: recurrent, traced, compiled, TorchScript; and the copies on other devices."""
 
+from collections import Counter
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from lockstep.errors import ConfigurationError
-from lockstep.parallel.dp.replicas import coalesced_copies
+from lockstep.parallel.dp import replicas
+from lockstep.parallel.dp.replicas import coalesced_copies, sum_gradients, sum_in_tree
 from lockstep.parallel.dp.wrapper import DataParallel
 from tests.models import build, global_batch
 from tests.unit.parallel.dp.test_wrapper import KINDS, assert_same_gradients, wrap
@@ -126,3 +129,44 @@ def test_a_module_elsewhere_is_refused():
             "module must have its parameters and buffers on device cpu (device_ids[0]) but found one of them "
             "on device: meta"
         )
+
+
+def by_nccl(monkeypatch):
+    """Put in place of NCCL, which serves GPUs only, what it does; return how often each of its calls was made."""
+    calls = Counter()
+
+    class Nccl:
+        @staticmethod
+        def broadcast(tensors):
+            calls["broadcast"] += 1
+            for tensor in tensors[1:]:
+                tensor.copy_(tensors[0])
+
+        @staticmethod
+        def reduce(tensors, output):
+            calls["reduce"] += 1
+            output.copy_(sum(tensors))
+
+    monkeypatch.setattr(replicas, "_has_ring", lambda devices: True)
+    monkeypatch.setattr(replicas, "nccl", Nccl)
+    return calls
+
+
+def test_copies_and_sums_by_nccl_are_those_of_the_tree(monkeypatch):
+    wide = torch.randn(2, 3, 4, 4, dtype=torch.float64).to(memory_format=torch.channels_last)
+    tensors = [torch.randn(3, 5), wide, torch.randn(5), torch.randn(2, 2).to_sparse(), torch.randn(4)]
+
+    def row_of(replica):
+        row = [torch.randn_like(each) if not each.is_sparse else each * 2 for each in tensors]
+        return [*row[:4], None if replica == 1 else row[4]]
+
+    rows = [row_of(replica) for replica in range(3)]
+    rows[1][1] = rows[1][1].contiguous()  # a gradient need not have the strides of another replica's
+    expected = coalesced_copies(tensors, [CPU] * 3), sum_in_tree(rows, [CPU] * 3, in_place=False)
+    kept = [[None if each is None else each.clone() for each in row] for row in rows]
+    calls = by_nccl(monkeypatch)
+    found = coalesced_copies(tensors, [CPU] * 3), sum_gradients(rows, [CPU] * 3, in_place=False)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(rows, kept)
+    assert calls == {"broadcast": 2, "reduce": 2}, "a call for each dtype"
+    assert found[1][1].stride() == wide.stride() and all(row[1].stride() == wide.stride() for row in found[0])
