@@ -73,13 +73,15 @@ class AllReduceMean(BucketReduction):
 
     def __init__(self, group: Group) -> None:
         self._group, self.takes_pieces = group, collectives.takes_pieces(group)
-        self._may_block = collectives.is_native(group)  # other groups written in Python may return too early
+        self._is_native = collectives.is_native(group)
 
     @override
     def start(self, bucket: Bucket, *, alone: bool) -> Pending:
         payload, pieces = bucket.payload, bucket.take_pieces() if self.takes_pieces else None
-        if not (alone and payload.is_cpu and self._may_block):
-            return Started(all_reduce_work(payload, group=self._group, pieces=pieces), payload, self._group)
+        if not (alone and payload.is_cpu and self._is_native):
+            work = all_reduce_work(payload, group=self._group, pieces=pieces)
+            # The work of another group written in Python may be waited for too early; torch's class asks for the future.
+            return Started(work, payload, self._group) if self._is_native else work.get_future()
         # A blocking call runs in this thread, which has nothing else to do: that saves two thread switches.
         all_reduce(payload, group=self._group, pieces=pieces)
         future: Future[Any] = Future()
