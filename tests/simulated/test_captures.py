@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.base import accelerator
+from lockstep.base import accelerator, activity
 from lockstep.errors import ConfigurationError
 from lockstep.study.report.view import view_run
 
@@ -23,11 +23,12 @@ def capturing_on_sim(device):
 @contextlib.contextmanager
 def seen_by_lockstep():
     """Inside, Lockstep knows when the simulated device captures."""
+    from lockstep.comm import collectives
     from lockstep.loop import steps
     from lockstep.parallel.ddp import bucket_events, reducer, weighting
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        for module in (steps, bucket_events, reducer, weighting):
+        for module in (steps, collectives, bucket_events, reducer, weighting):
             monkeypatch.setattr(module, "is_capturing", capturing_on_sim)
         yield monkeypatch
 
@@ -55,6 +56,7 @@ def test_a_capture_in_a_loop_that_is_recorded(on_sim, tmp_path):
 
                 for _ in range(6):
                     step()
+                assert not activity.now.has_captured
                 torch.sim.synchronize()
                 with torch.sim.counting() as counts, torch.sim.capturing():
                     step()
@@ -62,9 +64,9 @@ def test_a_capture_in_a_loop_that_is_recorded(on_sim, tmp_path):
                 torch.sim.synchronize()
                 num_steps = watch.num_steps
                 step()
-            return num_steps, watch.num_steps
+            return num_steps, watch.num_steps, activity.now.has_captured
 
-    assert on_sim(2)(run) == [(6, 7)] * 2
+    assert on_sim(2)(run) == [(6, 7, True)] * 2
     for record in view_run(tmp_path).run.ranks.values():
         assert [step.step for step in record.steps] == list(range(7))
         assert all(math.isfinite(step.loss) and step.times.exposed_s is not None for step in record.steps)

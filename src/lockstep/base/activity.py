@@ -33,6 +33,7 @@ class Activity:
         phase: The current part of the step: ``loader``, ``forward``, ``backward``, ``optimizer``, ``evaluation`` ...
         bucket: The bucket whose reduction this rank waits for: its number and its parameters' names.
         collective: The operation that the main thread waits in, such as ``all_reduce``; empty if none. See `waiting`.
+        has_captured: Whether a collective was captured in a CUDA graph, which keeps its group open while it lives.
         num_calls: Communication calls on groups that do not count their calls themselves.
         waited_s: Seconds that this rank has spent in blocking collectives since its start.
         failure: The exception that ended this rank's part in the job, although its process may go on; empty if none.
@@ -45,6 +46,7 @@ class Activity:
     phase: str = ""
     bucket: tuple[int, Sequence[str]] | None = None
     collective: str = ""
+    has_captured: bool = False
     num_calls: int = 0
     waited_s: float = 0.0
     failure: str = ""

@@ -24,6 +24,7 @@ from torch.futures import Future
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from lockstep.base import activity, torch_internals
+from lockstep.base.accelerator import is_capturing
 from lockstep.base.containers import grouped, in_chunks
 from lockstep.comm.hierarchy import HierarchicalProcessGroup, start_exchange, sum_rows
 from lockstep.comm.network import gloo_cause, listening, note_links, wait_for_call
@@ -211,6 +212,7 @@ def _launch(tensor: Tensor, method: Callable[..., Work], *args: Any, **kwargs: A
     if tensor.is_cpu:  # it may block until other threads have communicated, too
         return method(*args, **kwargs)
     with launching:
+        activity.now.has_captured |= is_capturing(tensor.device)
         return method(*args, **kwargs)
 
 

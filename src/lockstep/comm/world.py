@@ -122,13 +122,17 @@ def destroy_default_group(*, abort: bool, at_exit: bool, is_cut: bool = False) -
     try:  # NCCL may wait for a peer that will never answer
         activity.in_time(LEAVE_TIMEOUT_S, torch_internals.abort_process_group if abort else dist.destroy_process_group)
     except TimeoutError:
+        why = "another rank may be stuck"
+        if activity.now.has_captured:
+            why = "a CUDA graph with its collectives may be alive (delete graphs before, or call their reset())"
         print(
-            f"lockstep: the process group could not be closed within {LEAVE_TIMEOUT_S:g} s, as another rank may be "
-            "stuck; it is left to the end of this process.",
+            f"lockstep: the process group could not be closed within {LEAVE_TIMEOUT_S:g} s, as {why}; "
+            "it is left to the end of this process.",
             file=sys.stderr,
         )
     except Exception as error:
         warnings.warn(f"closing the process group failed: {error}", RuntimeWarning, stacklevel=2)
+    activity.now.has_captured = False
 
 
 # Gloo waits this many times its timeout for a connection.

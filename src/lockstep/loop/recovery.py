@@ -212,10 +212,15 @@ class Recovery:
         Collective: every rank. If a rank is lost, blocks until another one has its place.
 
         Raises:
-            ConfigurationError: An optimizer steps in it that is no part.
+            ConfigurationError: An optimizer steps in it that is no part; or a CUDA graph has captured collectives.
             ReplicasDiffer: After a recovery, the parts differ between ranks.
         """
         if self._membership is not None:
+            if activity.now.has_captured:
+                raise ConfigurationError(
+                    "A CUDA graph has captured collectives, and NCCL cannot abort what a graph holds: a lost rank "
+                    "could not be replaced.\nTrain without a graph, or without Recovery."
+                )
             self._membership.join(self.step)
             self._counts = [activity.now.num_steps, num_recorded()]
             for snapshot in self._kept:

@@ -147,3 +147,16 @@ def test_nccl_needs_a_gpu(monkeypatch):
         "The backend 'nccl' moves cuda tensors only, but the device is 'cpu'.\n"
         "Leave backend out: torch's default for the device is then used."
     )
+
+
+@pytest.mark.parametrize(("has_captured", "cause"), [(False, "another rank may be stuck"), (True, "a CUDA graph with")])
+def test_a_group_that_does_not_close_says_why(monkeypatch, capsys, has_captured, cause):
+    def too_long(*_):
+        raise TimeoutError
+
+    monkeypatch.setattr(world.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(world.activity, "in_time", too_long)
+    monkeypatch.setattr(world.activity.now, "has_captured", has_captured)
+    world.destroy_default_group(abort=False, at_exit=False)
+    assert f"could not be closed within 10 s, as {cause}" in capsys.readouterr().err
+    assert not world.activity.now.has_captured

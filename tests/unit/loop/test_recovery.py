@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.base import activity
 from lockstep.comm.collectives import packed_state, unpacked_state
 from lockstep.data.loader import BadSample
 from lockstep.errors import CollectiveError, ConfigurationError
@@ -207,3 +208,15 @@ def test_a_state_that_was_cut_is_refused_before_it_is_read(monkeypatch, num_good
     with pytest.raises(CollectiveError, match=r"^A rank was lost in this step\.$"):
         exchange_state({}, 0, 1, group, torch.device("cpu"), refuse_cut)
     assert checked == [1, 2, 3][: num_good + 1] and len(read) == (num_good == 2)
+
+
+def test_a_captured_graph_is_refused(monkeypatch):
+    """NCCL would wait for it when the groups of a lost rank are left."""
+    attempts = Recovery(SimpleNamespace(is_late=False, owned=None), model=nn.BatchNorm1d(2))
+    monkeypatch.setattr(activity.now, "has_captured", True)
+    with attempts.attempt():
+        pass  # without a launcher that replaces ranks there is nothing to refuse
+    attempts._membership = Member([], False)
+    message = r"^A CUDA graph has captured collectives, and NCCL cannot abort what a graph holds: "
+    with pytest.raises(ConfigurationError, match=message), attempts.attempt():
+        pytest.fail("it has begun")

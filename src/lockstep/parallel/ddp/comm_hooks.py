@@ -80,7 +80,7 @@ class AllReduceMean(BucketReduction):
         payload, pieces = bucket.payload, bucket.take_pieces() if self.takes_pieces else None
         if not (alone and payload.is_cpu and self._is_native):
             work = all_reduce_work(payload, group=self._group, pieces=pieces)
-            # The work of another group written in Python may be waited for too early; torch's class asks for the future.
+            # Of other groups written in Python, torch's class asks for the future; their works may return too early.
             return Started(work, payload, self._group) if self._is_native else work.get_future()
         # A blocking call runs in this thread, which has nothing else to do: that saves two thread switches.
         all_reduce(payload, group=self._group, pieces=pieces)
