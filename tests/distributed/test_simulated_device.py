@@ -133,7 +133,7 @@ def test_buckets_are_in_memory_that_the_backend_registers(sim_ranks):
 
 def backward_goes_on(world):
     """Rank 1 comes to its backward when rank 0 has computed its last gradient: before any bucket can be reduced."""
-    torch.sim.set_futures_order_streams(True)
+    torch.sim.set_backend_kind("nccl2")
     device, store = world.device, dist.distributed_c10d._get_default_store()
     model = lockstep.DistributedDataParallel(
         nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))).to(device), bucket_cap_mb=1e-4
@@ -157,12 +157,31 @@ def backward_goes_on(world):
             store.wait(["computed"])
         loss.backward()
     torch.accelerator.synchronize()
-    torch.sim.set_futures_order_streams(False)
+    torch.sim.set_backend_kind("nccl")
     assert found == [True] * (world.rank == 0)
 
 
 def test_backward_goes_on_while_buckets_are_reduced_also_where_futures_order_streams(sim_ranks):
     sim_ranks(2)(backward_goes_on)
+
+
+def reads_reduced_gradients(world, kind, settings):
+    """The device raises an error at an access that no stream orders after the reduction."""
+    torch.sim.set_backend_kind(kind)
+    try:
+        result = lockstep.fit(make_task(), strategy="ddp", steps=6, quiet=True, **settings)
+    finally:
+        torch.sim.set_backend_kind("nccl")
+    assert torch.sim.take_errors() == []
+    return result.losses
+
+
+@pytest.mark.parametrize("kind", ["nccl2", "gloo"])
+@pytest.mark.parametrize("settings", [{"clip": 1e9}, {"overlap_optimizer": True, "bucket_cap_mb": 1e-4}])
+def test_buckets_that_finish_within_backward_are_in_order_over_each_backend(sim_ranks, kind, settings):
+    """A norm is taken, or the parameters are updated, on a stream of its own."""
+    expected = whole_batch(make_task(), 6)["losses"]
+    assert sim_ranks(2)(reads_reduced_gradients, kind, settings) == [pytest.approx(expected, rel=1e-10)] * 2
 
 
 def collectives(world):

@@ -235,9 +235,9 @@ def registered_bytes():
     return native.registered_bytes()
 
 
-def set_futures_order_streams(value):
-    """Choose whether asking for the future of a collective makes the current stream wait, as in torch 2.15."""
-    native.set_futures_order_streams(value)
+def set_backend_kind(name):
+    """Choose how collectives behave: as ``nccl`` (at first), as ``nccl2`` of torch 2.15, or as ``gloo`` on a GPU."""
+    native.set_backend_kind(name)
 
 
 def set_patience(seconds):

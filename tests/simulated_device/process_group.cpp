@@ -109,8 +109,10 @@ bool is_of_lost_peer(const std::string& error) {
 // Of tensors that `allocateTensor` has returned, as NCCL does in memory that it has registered.
 std::atomic<size_t> registered_bytes = 0;
 
-// Whether a work that is asked for its future makes the current stream wait, as NCCL's backend does from torch 2.15 on.
-std::atomic<bool> futures_order_streams = false;
+// As which backend collectives behave. NCCL: a wait for the future orders streams. NCCL2, of torch 2.15: asking for the
+// future makes the current stream wait. GLOO, on a GPU: the future orders no stream, only the work does.
+enum class Kind { NCCL, NCCL2, GLOO };
+std::atomic<Kind> kind = Kind::NCCL;
 
 class SimWork final : public c10d::Work {
  public:
@@ -119,7 +121,12 @@ class SimWork final : public c10d::Work {
         tensors_(std::move(tensors)) {
     record(done_, stream);
     future_ = c10::make_intrusive<c10::ivalue::Future>(
-        c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{device});
+        c10::ListType::create(c10::TensorType::get()),
+        kind == Kind::GLOO ? std::vector<c10::Device>() : std::vector<c10::Device>{device});
+    if (kind == Kind::GLOO) {
+      future_->markCompleted(c10::IValue());
+      return;
+    }
     const c10::StreamGuard guard(c10::Stream(c10::Stream::UNSAFE, device, stream <= MAX_DEVICES ? 0 : stream));
     future_->markCompleted(c10::IValue(outputs_));
   }
@@ -157,7 +164,7 @@ class SimWork final : public c10d::Work {
     return outputs_;
   }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    if (futures_order_streams)
+    if (kind == Kind::NCCL2)
       sim::wait(current_stream(device_.index()), done_);
     return future_;
   }
@@ -185,7 +192,7 @@ class SimBackend final : public c10d::Backend {
   explicit SimBackend(c10::intrusive_ptr<c10d::Backend> gloo) : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)) {}
 
   const std::string getBackendName() const override {
-    return "simccl";
+    return kind == Kind::GLOO ? "gloo" : "simccl";
   }
   ~SimBackend() override {
     ending_->begin();
@@ -565,7 +572,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     set_check(modes.at(mode));
   });
   m.def("registered_bytes", [] { return registered_bytes.load(); });
-  m.def("set_futures_order_streams", [](bool value) { futures_order_streams = value; });
+  m.def("set_backend_kind", [](const std::string& name) {
+    const std::map<std::string, Kind> kinds{{"nccl", Kind::NCCL}, {"nccl2", Kind::NCCL2}, {"gloo", Kind::GLOO}};
+    kind = kinds.at(name);
+  });
   m.def("default_generator", [](int device) {
     const auto& generator = at::detail::getPrivateUse1Hooks().getDefaultGenerator(device);
     return py::reinterpret_steal<py::object>(THPGenerator_initDefaultGenerator(generator));
