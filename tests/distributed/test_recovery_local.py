@@ -143,7 +143,7 @@ def test_fit_goes_on_without_a_lost_rank(tmp_path):
     undisturbed, nothing, _ = run("undisturbed", "", "3", "2")
     assert undisturbed == plain and nothing == []
     _, lines, out = run("lost", "before5@0 evaluation@1", "5", "12")
-    assert not any("restart" in line for line in lines)
+    assert [line for line in lines if "restart" in line] == []
     assert [line.partition(";")[2] for line in lines if "killed" in line] == [" ranks 1, 2 go on", " ranks 0, 2 go on"]
     assert re.search(r"\n(\[rank \d\] )?epoch 12.0  step 108/108  evaluation", out)
     assert len(re.findall(r"step 108/108", out)) == 1
