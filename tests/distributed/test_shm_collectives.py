@@ -242,6 +242,14 @@ def test_coalesced_calls(ranks):
     assert ranks(2, warnings="ignore")(body) == [([6.0, 140_000.0], [[0, 1], [0, 0, 0, 1, 1, 1]])] * 2
 
 
+def test_torch_refuses_to_split_a_group(ranks):
+    def body(world):
+        with shm_group() as group, pytest.raises(RuntimeError, match="not safe to split|does not support splitting"):
+            dist.split_group(group, [[0, 1]])
+
+    ranks(2)(body)
+
+
 def test_all_overloads_of_torch_do_as_gloo(ranks):
     def body(world):
         rank, most = world.rank, ReduceOp.MAX

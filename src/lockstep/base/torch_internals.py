@@ -2,7 +2,7 @@
 
 A name that this torch lacks is reported in one line, when it is first needed. Then a feature is degraded, or raises a
 clear error where anything else would be wrong; no import fails. ``tests/contract/test_torch_internals.py`` goes through
-all of them: run it first on a new torch. Seen in torch 2.11, 2.13 and 2.14.
+all of them: run it first on a new torch. Seen in torch 2.11, 2.13, 2.14 and 2.15.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def _now(path: str, without: str, instead: Any = None) -> Any:
 def _refuse(*_: Any, **__: Any) -> NoReturn:
     raise ConfigurationError(
         f"This cannot work with torch {torch.__version__}, which lacks what a line above names.\n"
-        "Use a version of torch that Lockstep knows: 2.11 to 2.14."
+        "Use a version of torch that Lockstep knows: 2.11 to 2.15."
     )
 
 
@@ -520,6 +520,14 @@ def group_of(backend: Any, store: dist.Store, rank: int, size: int, device: torc
     group._set_default_backend(gloo)
     group._register_backend(device, gloo, backend)
     return group
+
+
+def leave_unrecorded(backend: str) -> None:
+    """Keep torch's flight recorder, which fails on groups written in Python, from those of a backend.
+
+    Without the set, as before torch 2.15: nothing.
+    """
+    getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set[str]()).add(backend)
 
 
 def sequence_number(group: Any) -> int:

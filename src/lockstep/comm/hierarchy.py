@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from lockstep.base import activity
 from lockstep.base.containers import grouped
-from lockstep.base.torch_internals import backend_of, group_of, set_default_timeout, timeout_of
+from lockstep.base.torch_internals import backend_of, group_of, leave_unrecorded, set_default_timeout, timeout_of
 from lockstep.comm.network import gloo_cause, wait_for_call
 from lockstep.comm.shm.arguments import NEW_NAMES, check
 from lockstep.comm.shm.communicator import DTYPE_CODES, operation_of
@@ -325,6 +325,7 @@ def create_group(options: Any, _: Any = None) -> Any:
     Args:
         options: c10d's ``_DistributedBackendOptions``.
     """
+    leave_unrecorded("shm")
     rank, size, timeout = options.group_rank, options.group_size, options.timeout
     # A prefix, because the store belongs to the caller, who has other keys in it.
     store = PrefixStore("lockstep/shm", options.store)

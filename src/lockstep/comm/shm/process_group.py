@@ -40,6 +40,8 @@ class CpuProcessGroup(dist.ProcessGroup):
     the whole group in torch, which cannot have a backend for another device as well.
     """
 
+    supports_splitting = False  # ``split_group`` of torch asks
+
     def __init__(self, store: dist.Store, rank: int, size: int, name: str) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # the only one for subclasses
         self._store, self._name, self._description = store, name, "undefined"
