@@ -244,7 +244,7 @@ def test_coalesced_calls(ranks):
 
 def test_torch_refuses_to_split_a_group(ranks):
     def body(world):
-        with shm_group() as group, pytest.raises(RuntimeError, match="not safe to split|does not support splitting"):
+        with shm_group() as group, pytest.raises(RuntimeError, match=r"not safe to split|does not support splitting"):
             dist.split_group(group, [[0, 1]])
 
     ranks(2)(body)

@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
+from types import CodeType
 from typing import Any, cast
 
 import cloudpickle
@@ -25,6 +26,7 @@ from torch.distributed.elastic import rendezvous
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import determine_local_world_size
+from typing_extensions import override
 
 from lockstep.base.accelerator import check_count
 from lockstep.base.env import open_closed_streams, usable_cores
@@ -351,6 +353,21 @@ def threads_for(num_ranks: int) -> int:
 # the ranks' side.
 
 
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
+    """Keeps the file of sent code, for tracebacks; cloudpickle 3.1.3 leaves it out."""
+
+    @override
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, CodeType):
+            return super().reducer_override(obj)
+        make, fields = self.dispatch_table[CodeType](obj)
+        return _in_file, (make, fields, obj.co_filename)
+
+
+def _in_file(make: Callable[..., CodeType], fields: Sequence[Any], file: str) -> CodeType:
+    return make(*fields).replace(co_filename=file)
+
+
 def _send_call(run_dir: Path, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """Write the call into ``run_dir``, for every rank to read."""
     # The source of code typed into a notebook or a console, for the tracebacks of the ranks.
@@ -358,7 +375,9 @@ def _send_call(run_dir: Path, fn: Callable[..., Any], args: tuple[Any, ...]) -> 
     # The ranks use the import path of this process, such as the folder of a notebook.
     origin = sys.path, {name: list(entry[2]) for name, entry in typed.items()}
     try:
-        (run_dir / "call").write_bytes(pickle.dumps(origin) + cloudpickle.dumps((fn, args)))
+        with (run_dir / "call").open("wb") as sent:
+            pickle.dump(origin, sent)
+            _Pickler(sent).dump((fn, args))
     except Exception as error:
         raise ConfigurationError(
             f"The function or one of its arguments cannot be sent to the ranks: {error}\n"
