@@ -87,6 +87,35 @@ def test_one_sample_for_batch_norm_is_explained():
     )
 
 
+class Normalised(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 4)
+        self.double()
+
+    def forward(self, inputs):
+        return self.last(self.norm(self.first(inputs)).tanh())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp-zero1"])
+def test_batch_norm_is_that_of_one_device(ranks, strategy):
+    """Also in a last batch of 4 samples on 3 ranks, two of which have a single one."""
+
+    def run(world, strategy, **settings):
+        kept = {}
+        after = lambda model: kept.update(model.state_dict())  # noqa: E731
+        task = make_task(model=Normalised, dataset=lambda: samples(24), global_batch_size=10, after=after)
+        result = lockstep.fit(task, strategy=strategy, epochs=2, quiet=True, **settings)
+        return result.losses, kept
+
+    losses, weights = run(None, "single")
+    results = ranks(3)(run, strategy)
+    assert [found for found, _ in results] == [pytest.approx(losses, rel=1e-11)] * 3
+    torch.testing.assert_close(results[0][1], weights, rtol=1e-11, atol=1e-13)
+    apart = ranks(2)(partial(run, sync_batchnorm=False), strategy)
+    assert apart[0][0] != pytest.approx(losses, rel=1e-3)
+
+
 def test_the_plan_says_what_each_device_gets(capfd):
     fit(None, "dp", devices=3, quiet=False)
     assert "global batch 64 = 3 devices with 22 + 21 + 21 samples" in capfd.readouterr().out.splitlines()

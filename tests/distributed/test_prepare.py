@@ -1,6 +1,7 @@
 """`prepare`: a script for one device computes the same run on any number of ranks."""
 
 import contextlib
+import io
 import copy
 import random
 import re
@@ -289,7 +290,10 @@ def test_batch_statistics_of_all_ranks(ranks):
         inputs = torch.randn(19, 3).double()
         loader = DataLoader(TensorDataset(inputs), batch_size=5, shuffle=True)
         if world:
-            model, loader = lockstep.prepare(lockstep.SyncBatchNorm.convert_sync_batchnorm(model), loader)
+            norm, seen = model[1], []
+            norm.register_forward_hook(lambda layer, inputs, output: seen.append(len(output)))
+            model, loader = lockstep.prepare(model, loader)
+            assert model.module[1] is norm
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(3):
             for (x,) in loader:
@@ -302,6 +306,24 @@ def test_batch_statistics_of_all_ranks(ranks):
     for num_ranks in (2, 3):
         for weights in ranks(num_ranks)(run):
             assert (weights - expected).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("sync_batchnorm", [True, False])
+def test_one_line_says_over_what_batch_norms_normalise(ranks, sync_batchnorm):
+    def run(world):
+        class Own(nn.BatchNorm1d):
+            """Its forward may be anything."""
+
+        model, printed = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4), Own(4)), io.StringIO()
+        with contextlib.redirect_stderr(printed):
+            model = lockstep.prepare(model, sync_batchnorm=sync_batchnorm)
+        return [isinstance(layer, lockstep.SyncBatchNorm) for layer in model.module], printed.getvalue()
+
+    line = "lockstep: batch norm: 3 layers, each over the samples of its device\n"
+    if sync_batchnorm:
+        line = "lockstep: batch norm: 2 layers over all ranks, as on one device (sync_batchnorm=False: each alone)\n"
+    layers = [False, sync_batchnorm, sync_batchnorm, False]
+    assert ranks(2)(run) == [(layers, line), (layers, "")]
 
 
 @pytest.mark.parametrize("gradients", [True, False])

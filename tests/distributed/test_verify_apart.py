@@ -6,7 +6,9 @@ from tests.models import soak
 from tests.verifying import FAULTS, causes, check_counts, plant, verify_on
 
 DROPOUT = "h = F.dropout(h, 0.2, self.training)"
-NORM = {"INIT": "self.norm = nn.BatchNorm1d(16)", "FORWARD": "h = self.norm(h)"}
+# A class of its own, which `fit` does not synchronise.
+OWN = "type('OwnNorm', (nn.BatchNorm1d,), {})(16)"
+NORM = {"INIT": f"self.norm = {OWN}", "FORWARD": "h = self.norm(h)"}
 SYNC = "self.norm = lockstep.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(16))"
 FROZEN = "self.norm = nn.BatchNorm1d(16).eval()\nself.norm.train = lambda mode=True: self.norm"
 BOTH = f"h = self.norm(h)\n{DROPOUT}"

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import data
 
 from lockstep.base.accelerator import move
+from lockstep.base.activity import log
 from lockstep.comm.collectives import all_gather_object, device_for, gather_states
 from lockstep.comm.world import World, init
 from lockstep.data.comparison import check_same_data
@@ -24,17 +25,18 @@ from lockstep.loop.prepared_loader import prepared_loader
 from lockstep.loop.random_state import draws, kept_states, process_states, seed_rank, share_states
 from lockstep.parallel.ddp.updates import refuse_outside
 from lockstep.parallel.ddp.wrapper import DistributedDataParallel
+from lockstep.parallel.sync_batchnorm import describe_apart, synchronise
 
 
 @called_by_all("lockstep.prepare")
-def prepare(*objects: Any) -> Any:
+def prepare(*objects: Any, sync_batchnorm: bool = True) -> Any:
     """Return the parts of a training script, made for all ranks together: the run stays that of one device.
 
     A loop that is right on one device, with losses that are means over the batch, then needs no other change. Opens the
     world, as `lockstep.init`, if that was not called before:
 
     - Models are moved to the device of the rank, and wrapped in `DistributedDataParallel` if they have trainable
-      parameters. Wrapped ones stay as they are.
+      parameters. Wrapped ones stay as they are. Their batch norms become `SyncBatchNorm`, in place.
     - Optimizers and learning-rate schedulers stay as they are; the optimizer's state is moved to the device.
     - A ``DataLoader`` returns this rank's part of each batch, on the device: see `PreparedLoader`. Its ``batch_size``
       is that of all ranks together, its sampler may be any but a ``DistributedSampler``.
@@ -47,6 +49,8 @@ def prepare(*objects: Any) -> Any:
 
     Args:
         objects: In any order. In several calls, models before their optimizers.
+        sync_batchnorm: Whether batch norms normalise over the samples of all ranks, as on one device, and not over
+            those of each rank.
 
     Returns:
         The same number of objects in the same order, as a tuple; a single one alone.
@@ -67,7 +71,7 @@ def prepare(*objects: Any) -> Any:
                 f"prepare() was called with ({other}) on rank {rank}, but with ({first}) on rank 0.\n"
                 "Create the same objects on every rank: prepare() divides the data."
             )
-    made = [_prepare_model(item, world) if isinstance(item, nn.Module) else item for item in objects]
+    made = [_prepare_model(item, world, sync_batchnorm) if isinstance(item, nn.Module) else item for item in objects]
     for item in objects:
         if isinstance(item, Optimizer):
             _prepare_optimizer(item, world)
@@ -126,11 +130,14 @@ def _check(item: Any) -> tuple[str, str]:
     return error, name
 
 
-def _prepare_model(module: nn.Module, world: World) -> nn.Module:
+def _prepare_model(module: nn.Module, world: World, sync_batchnorm: bool) -> nn.Module:
     if not isinstance(module, DistributedDataParallel):
         module = move(module, world.device)
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return module
+        line = synchronise(module, world.world_size) if sync_batchnorm else describe_apart(module)
+        if line is not None and world.is_rank_zero and world.world_size > 1:
+            log(line)
         module = DistributedDataParallel(module)
     module.use_batches(parts)
     models.add(module)

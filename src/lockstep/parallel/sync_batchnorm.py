@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lockstep.base.accelerator import widest_dtype
+from lockstep.base.activity import plural
 from lockstep.base.torch_internals import BatchNorm, LazyNorm, check_batch_norm_input, has_kernel, submodules
 from lockstep.comm.collectives import Group, all_gather, all_reduce, group_or_default, is_initialized
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
@@ -534,6 +535,30 @@ class SyncBatchNorm(TorchSyncBatchNorm):
 
 
 # --- Conversion of a model
+
+_PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def synchronise(module: nn.Module, num_ranks: int) -> str | None:
+    """Make the plain batch norms of ``module`` normalise over all ranks, and return a line that says so.
+
+    Unlike `SyncBatchNorm.convert_sync_batchnorm`, it keeps the layers themselves, with what the script has put on them.
+    Classes derived from torch's stay as they are: their forward is their own.
+    """
+    for layer in module.modules():
+        if type(layer) in _PLAIN:
+            layer.__class__ = SyncBatchNorm
+            vars(layer)["process_group"] = None  # the default group, which is another one after a recovery
+    number = sum(isinstance(layer, SyncBatchNorm) for layer in module.modules())
+    if not number or num_ranks == 1:
+        return None
+    return f"batch norm: {plural(number, 'layer')} over all ranks, as on one device (sync_batchnorm=False: each alone)"
+
+
+def describe_apart(module: nn.Module) -> str | None:
+    """Return a line that says that the batch norms of ``module`` normalise over a device's own samples, if they do."""
+    number = sum(isinstance(each, BatchNorm) and not isinstance(each, TorchSyncBatchNorm) for each in module.modules())
+    return f"batch norm: {plural(number, 'layer')}, each over the samples of its device" if number else None
 
 
 def _convert(

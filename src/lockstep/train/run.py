@@ -222,8 +222,7 @@ class Run:
                 )
         num_devices = len(trainer.devices) if trainer.group is None else self._world.world_size
         plan = describe_plan(self._task, self._settings, trainer.plan, trainer.device, num_devices)
-        if trainer.strategy.note is not None:
-            plan.append(trainer.strategy.note)
+        plan += filter(None, (trainer.strategy.note, trainer.strategy.batch_norms))
         for line in (*plan, *lines, *(sink.where for sink in self._record.sinks)):
             self._display.log(line)
 

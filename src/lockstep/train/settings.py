@@ -206,6 +206,7 @@ class Settings:
     accumulate: int = setting(1, "Micro-batches into which a device's part of a global batch is divided.", "N", 1)
     precision: Precision = setting("fp32", "Autocast to bf16, or fp16 with gradient scaling.")
     compile: bool = setting(False, "Compile the model with torch.compile.")
+    sync_batchnorm: bool | None = setting(None, "Batch norms normalise over all ranks; default: in ddp and ddp-zero1.")
     clip: float | None = setting(None, "Maximum global norm of the gradient; larger gradients are scaled down.", "NORM")
     schedule: Schedule | None = setting(None, "Learning rate schedule; the task's own schedule, else constant.")
     warmup: int = setting(0, "Optimizer steps over which the learning rate rises from 0.", "STEPS", 0)

@@ -1,4 +1,4 @@
-"""Sound: batch norm is converted to SyncBatchNorm before the model is prepared."""
+"""Sound: a prepared model with batch norm, which is that of one device."""
 # EXPECT: sound script
 
 import torch
@@ -30,7 +30,6 @@ def main():
     net = nn.Sequential(
         nn.Conv2d(1, 8, 3, padding=1), BasicBlock(8), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 10)
     )
-    net = lockstep.SyncBatchNorm.convert_sync_batchnorm(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=3)
     net, optimizer, scheduler, loader = lockstep.prepare(net, optimizer, scheduler, loader)

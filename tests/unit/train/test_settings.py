@@ -27,6 +27,7 @@ def test_each_field_declares_its_kind():
         "accumulate": ("int", False),
         "precision": ("choice", False),
         "compile": ("bool", False),
+        "sync_batchnorm": ("bool", True),
         "clip": ("float", True),
         "schedule": ("choice", True),
         "warmup": ("int", False),

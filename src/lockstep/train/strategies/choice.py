@@ -12,6 +12,7 @@ from lockstep.comm.world import World
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.consistency import check_models_agree
 from lockstep.parallel.ddp.wrapper import DistributedDataParallel
+from lockstep.parallel.sync_batchnorm import SyncBatchNorm, describe_apart, synchronise
 from lockstep.train.plan import PER_PROCESS, Plan
 from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.step_parts import Objective
@@ -31,20 +32,39 @@ def make_strategy(
 ) -> strategies.Strategy:
     """Return the strategy ``name``. Collective for strategies with a process for each device: every rank.
 
-    ``model`` is on the first of ``devices``, which are this process's. After a recovery, which is not the first time,
-    all ranks hold the same model.
+    ``model`` is on the first of ``devices``, which are this process's; its batch norms are synchronised in place. After
+    a recovery, which is not the first time, all ranks hold the same model.
 
     Raises:
         ConfigurationError: It cannot run on these devices.
     """
+    line = None
+    if settings.sync_batchnorm is not False and name in ("ddp", "ddp-zero1"):
+        line = synchronise(model, world.world_size)
+    elif len(devices) > 1 or (name in PER_PROCESS and world.world_size > 1):
+        line = describe_apart(model)
+    strategy = _make(name, model, objective, settings, world, devices, plan, is_first=is_first)
+    strategy.batch_norms = line
+    return strategy
+
+
+def _make(
+    name: StrategyName,
+    model: nn.Module,
+    objective: Objective,
+    settings: Settings,
+    world: World,
+    devices: Sequence[torch.device],
+    plan: Plan,
+    *,
+    is_first: bool,
+) -> strategies.Strategy:
     if any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules()):
         if name == "torch-ddp" and devices[0].type == "cpu":
             raise ConfigurationError(
                 "torch's DistributedDataParallel does not support SyncBatchNorm layers on the CPU.\n"
                 "Use strategy ddp, and omit torch-ddp from a comparison (--strategies dp,ddp)."
             )
-        from lockstep.parallel.sync_batchnorm import SyncBatchNorm
-
         for layer in model.modules():
             if name not in PER_PROCESS and isinstance(layer, SyncBatchNorm):
                 # The ranks of a process group, if there is one, do not train this model: do not wait for them.

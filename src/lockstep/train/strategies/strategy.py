@@ -110,6 +110,9 @@ class Strategy(ABC):
     # A line for rank zero to print when a run begins.
     note: str | None = None
 
+    # A line about the batch norms of the model, if it has any.
+    batch_norms: str | None = None
+
     # Whether a micro-batch can be computed again without exchanging gradients, to find the origin of a NaN.
     can_replay = True
 
