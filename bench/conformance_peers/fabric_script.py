@@ -53,9 +53,10 @@ def train(case: Case) -> None:
         number_of_batches = len(loader)
         for number, batch in enumerate(shared.shorter(case, fabric.global_rank, loader), 1):
             shared.kill_if_due(case, fabric.global_rank, step + 1)
+            first = (number - 1) // case.accumulate * case.accumulate
             accumulates = number % case.accumulate != 0 and number < number_of_batches
             with fabric.no_backward_sync(model, enabled=accumulates):
-                fabric.backward(shared.loss_of(model, batch) / case.accumulate)
+                fabric.backward(shared.loss_of(model, batch) / min(case.accumulate, number_of_batches - first))
             if accumulates:
                 continue
             if case.edits:

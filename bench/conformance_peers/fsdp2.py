@@ -68,7 +68,7 @@ def loop(case: Case, model: Any, sampler: Any, loader: Any) -> None:
             shared.kill_if_due(case, rank, step + 1)
             for number, batch in enumerate(group, 1):
                 model.set_requires_gradient_sync(number == len(group))
-                (shared.loss_of(model, batch) / case.accumulate).backward()
+                (shared.loss_of(model, batch) / len(group)).backward()
             if case.edits:
                 shared.first_parameter(model).grad.mul_(2)
             if case.clip is not None:

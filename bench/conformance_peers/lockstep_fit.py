@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 import lockstep
 from bench.conformance_peers import shared
-from bench.conformance_peers.lockstep_script import SYNC, command
+from bench.conformance_peers.lockstep_script import command
 from bench.conformance_peers.shared import Batch, Case, NotOffered, record
 
 PACKAGES = ("lockstep-torch",)
-EXACT = "reproducible=6"
+EXACT, APART = "reproducible=6", "sync_batchnorm=False"
 SWITCHES = {
     "gradients": (EXACT,),
-    "batchnorm": (SYNC, EXACT),
+    "batchnorm": (APART, EXACT),
     "dropout": (EXACT,),
     "resume": (EXACT,),
 }
@@ -44,12 +44,6 @@ class Script:
         """Record the weights."""
         if not self.case.evaluates:
             shared.record_end(run.model)
-
-
-def make_module(case: Case) -> nn.Module:
-    """Return the model of the task."""
-    module = shared.make_model(case)
-    return lockstep.SyncBatchNorm.convert_sync_batchnorm(module) if case.switch == SYNC else module
 
 
 def make_dataset(case: Case) -> Any:
@@ -83,7 +77,7 @@ def train(case: Case) -> None:
     if case.looks:
         raise NotOffered("A task has no loader.")
     task = lockstep.Task(
-        model=partial(make_module, case),
+        model=partial(shared.make_model, case),
         dataset=partial(make_dataset, case),
         eval_dataset=partial(shared.make_data, case) if case.evaluates else None,
         metrics=metrics if case.evaluates else None,
@@ -105,6 +99,7 @@ def train(case: Case) -> None:
         clip=case.clip,
         checkpoint=checkpoint,
         reproducible=6 if case.switch == EXACT else None,
+        sync_batchnorm=False if case.switch == APART else None,
         quiet=True,
     )
     if result.exit_code:

@@ -23,7 +23,7 @@ SWITCHES = {
     **dict.fromkeys(("edit", "resume", "alone"), (GLOO, PREPARE)),
     "uneven": (GLOO, PREPARE, DROP_IN),
     "tokens": (GLOO, PREPARE, PREPARE_TOKENS, DROP_IN),
-    "batchnorm": (SYNC,),
+    "batchnorm": (SYNC, PREPARE),
     "killed": (GLOO,),
     "fewer": (GLOO, PREPARE, "model.join()"),
 }

@@ -97,7 +97,7 @@ def loop(case: Case) -> None:
             for number, batch in enumerate(group, 1):
                 if num_ranks > 1:
                     model.require_backward_grad_sync = number == len(group)
-                (shared.loss_of(model, batch) / case.accumulate).backward()
+                (shared.loss_of(model, batch) / len(group)).backward()
             if case.edits:
                 shared.first_parameter(module).grad.mul_(2)
             if case.clip is not None:

@@ -101,7 +101,7 @@ def train_loop(case: Case, model: Any, data: Any, rank: int, world_size: int) ->
                             unsynchronised.enter_context(model.no_sync())
                         else:
                             unsynchronised.close()
-                        (shared.loss_of(model, batch) / case.accumulate).backward()
+                        (shared.loss_of(model, batch) / len(group)).backward()
                 if case.edits:
                     shared.first_parameter(model).grad.mul_(2)
                 if case.clip is not None:

@@ -1,8 +1,8 @@
 """`prepare`: a script for one device computes the same run on any number of ranks."""
 
 import contextlib
-import io
 import copy
+import io
 import random
 import re
 from dataclasses import dataclass, field
