@@ -116,8 +116,9 @@ class LayerPlace(NamedTuple):
     name: str = "a SyncBatchNorm layer"
 
 
-# The layers that are known to have the same number of channels on every rank.
-_compared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+# The layers that are known to have the same number of channels on every rank of a group, which is another one after a
+# recovery.
+_compared: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Group]] = weakref.WeakKeyDictionary()
 
 
 class StatisticsExchange:
@@ -163,21 +164,22 @@ class StatisticsExchange:
             self._engine.announce(event, self._layer, self._step)
 
     def compare_channels(self, num_channels: int, device: torch.device) -> None:
-        """Make sure, once for each layer, that it has the same number of channels on every rank.
+        """Make sure, once for each layer and group, that it has the same number of channels on every rank.
 
         Collective the first time: every rank. Blocks until complete.
 
         Raises:
             CollectiveError: On every rank: the numbers differ, or other ranks do something else.
         """
-        if self._layer in _compared:
+        compared = _compared.get(self._layer)
+        if compared is not None and compared() is self._group:
             return
         rows = self.gather(torch.tensor([num_channels], device=device), check=True)
         on_rank = [int(count) for count in rows.flatten().tolist()]
         if any(count != num_channels for count in on_rank):
             channels = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(on_rank))
             raise self._error("forward", f"it has different numbers of channels: {channels}.")
-        _compared.add(self._layer)
+        _compared[self._layer] = weakref.ref(self._group)
 
     def gather(self, vector: Tensor, *, check: bool = False) -> Tensor:
         """Return every rank's ``vector`` as the rows of a matrix.
