@@ -20,7 +20,7 @@ class Verifier:
             [sys.executable, "-m", "tests.script_verifier"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},  # more threads only wait for each other
         )
 
     def verify(self, command, **options):
