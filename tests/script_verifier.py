@@ -20,11 +20,18 @@ class Verifier:
             [sys.executable, "-m", "tests.script_verifier"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},  # more threads only wait for each other
         )
 
     def verify(self, command, **options):
         """Return the verification of a script, or raise what `verify_script` raises; also what it has reported."""
+        return self._ask(command, options)
+
+    def run(self, command, *, home, times):
+        """Return what so many runs on one rank end with, where ``home`` is the home folder."""
+        return self._ask(command, {"home": str(home), "times": times})[0]
+
+    def _ask(self, command, options):
         pickle.dump(([str(word) for word in command], options, os.getcwd()), self._process.stdin)
         self._process.stdin.flush()
         result, error, reported = pickle.load(self._process.stdout)
@@ -57,7 +64,12 @@ def main():
         os.chdir(folder)
         reported, result, error = [], None, None
         try:
-            result = verify_script.verify_script(command, report=reported.append, **options)
+            if "times" in options:
+                os.environ["HOME"] = options["home"]
+                script = runs.Runs(command, 2, reported.append)
+                result = [script.run(1) for _ in range(options["times"])]
+            else:
+                result = verify_script.verify_script(command, report=reported.append, **options)
         except Exception as raised:
             error = raised
         pickle.dump((result, error, reported), answers)

@@ -16,6 +16,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 from tests.distributed.scripts import OTHER_DATA_ADVICE, on_ranks, other_data, plain, weights, wrong
+from tests.models import soak
+
+# Three do not divide the batches, and one or two are without a part of the small ones: what happens on two is among it.
+NUM_RANKS = [3, *soak([2])]
 
 
 def ahead(loader):
@@ -118,7 +122,7 @@ def script(loop, num_samples=11, batch_size=5, *, model=None, shuffle=False, cha
     return run
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, *NUM_RANKS])
 def test_the_share_follows_the_batch_through_each_loop(ranks, num_ranks):
     scripts = {name: script(loop) for name, loop in LOOPS.items()}
     scripts |= {f"{name}, shuffled": script(loop, 16, shuffle=True) for name, loop in LOOPS.items()}
@@ -133,7 +137,7 @@ def dropping():
     return nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5), nn.Linear(3, 1)).eval()
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
 def test_ranks_without_a_part(ranks, num_ranks):
     scripts = {
         f"{name} of {size}": script(loop, size, 4, model=model)
@@ -146,7 +150,7 @@ def test_ranks_without_a_part(ranks, num_ranks):
     assert wrong(ranks, num_ranks, scripts) == {}
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
 def test_a_model_that_is_in_eval_mode_after_prepare_trains(ranks, num_ranks):
     def run(prepare, size):
         torch.manual_seed(0)
@@ -170,7 +174,7 @@ def normalised():
     return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [4, *soak([2, 3])])  # with four, two at once have no part
 def test_batch_statistics_if_ranks_have_no_part(ranks, num_ranks):
     convert = lockstep.SyncBatchNorm.convert_sync_batchnorm
     sizes = [(10, 8), (6, 4), (2, 2), (3, 4)]
@@ -182,7 +186,7 @@ def test_batch_statistics_if_ranks_have_no_part(ranks, num_ranks):
     assert wrong(ranks, num_ranks, scripts) == {}
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
 def test_evaluations_of_fewer_samples_than_ranks_with_buffers(ranks, num_ranks):
     def run(prepare, kind):
         torch.manual_seed(1)
@@ -225,7 +229,7 @@ def unknown(names):
     )
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
 def test_inputs_that_were_computed_from_a_batch(ranks, num_ranks):
     def double(x):
         return x * 2
@@ -246,7 +250,7 @@ def test_inputs_that_were_computed_from_a_batch(ranks, num_ranks):
     }
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
 def test_labelled_and_unlabelled_batches_of_other_sizes(ranks, num_ranks):
     def run(prepare, sizes, backwards):
         torch.manual_seed(0)
@@ -308,7 +312,7 @@ def choosing(draw):
     return run
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
 def test_a_loader_that_is_chosen_by_random_numbers(ranks, num_ranks):
     assert wrong(ranks, num_ranks, {name: choosing(CHOOSE[name]) for name in ("random", "numpy")}) == {}
     # torch's generators are those of dropout, which differ.
@@ -317,7 +321,7 @@ def test_a_loader_that_is_chosen_by_random_numbers(ranks, num_ranks):
         assert text.endswith(OTHER_DATA_ADVICE)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
 def test_weights_of_backwards_if_a_rank_has_no_part(ranks, num_ranks):
     """A loss that is the mean over tokens; samples have 1 to 5."""
 
@@ -349,7 +353,7 @@ def test_weights_of_backwards_if_a_rank_has_no_part(ranks, num_ranks):
     assert wrong(ranks, num_ranks, scripts) == {}
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
 def test_a_share_goes_through_an_encoder_and_a_decoder(ranks, num_ranks):
     def run(prepare, read, between):
         torch.manual_seed(0)
@@ -374,7 +378,7 @@ def test_a_share_goes_through_an_encoder_and_a_decoder(ranks, num_ranks):
     assert wrong(ranks, num_ranks, scripts) == {}
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
 def test_a_gradient_penalty_after_another_backward(ranks, num_ranks):
     def run(prepare, order):
         torch.manual_seed(0)
@@ -438,7 +442,7 @@ def test_a_forward_of_the_model_that_was_not_prepared(ranks):
             ]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, *NUM_RANKS])
 @pytest.mark.parametrize("trains", [False, True])
 def test_a_pass_within_a_pass_over_the_same_loader(ranks, num_ranks, trains):
     def run(prepare):
@@ -458,7 +462,7 @@ def test_a_pass_within_a_pass_over_the_same_loader(ranks, num_ranks, trains):
         assert sum(found[:-1]) == found[-1]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
 def test_a_look_at_another_loader_before_training_on_computed_inputs(ranks, num_ranks):
     """Such as to show some samples."""
 

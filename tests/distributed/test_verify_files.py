@@ -14,6 +14,7 @@ from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.study.verify.script import sandbox
 from lockstep.study.verify.script.runs import Runs
 from lockstep.study.verify.script.verify_script import verify_script
+from tests.script_verifier import Verifier
 
 SCRIPTS = Path(__file__).parents[1] / "scripts" / "verify"
 
@@ -52,6 +53,14 @@ for _ in range(2):
     model(torch.ones(4, 2)).sum().backward()
     optimizer.step()
 """
+
+
+@pytest.fixture(scope="module")
+def verifier():
+    """The runs are forked off a process that has imported torch, as those of the command."""
+    verifier = Verifier()
+    yield verifier
+    verifier.close()
 
 
 @pytest.fixture
@@ -103,23 +112,20 @@ def runs(*command, **limits):
     return Runs([str(word) for word in command], 2, lambda _: None, **limits)
 
 
-def test_files_stay_and_runs_do_not_see_those_of_others(tmp_path, folder):
+def test_files_stay_and_runs_do_not_see_those_of_others(verifier, tmp_path, folder):
     number = str(os.getpid())
     before = digest(tmp_path), left_behind()
-    script = runs(tmp_path / "writes.py", folder, number)
-    for _ in range(2):
-        (trace,), failure = script.run(1)
+    for (trace,), failure in verifier.run([tmp_path / "writes.py", folder, number], home=tmp_path / "home", times=2):
         assert not failure
         assert len(trace.steps) == 2
     assert (digest(tmp_path), left_behind()) == before
 
 
-def test_a_script_that_resumes_keeps_its_weights(tmp_path, monkeypatch):
+def test_a_script_that_resumes_keeps_its_weights(verifier, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("best.pt").write_text("weights of a longer run")
     before = digest(tmp_path)
-    texts = []
-    found = verify_script([str(SCRIPTS / "saves_best.py"), "best.pt"], report=texts.append)
+    found, texts = verifier.verify([SCRIPTS / "saves_best.py", "best.pt"])
     assert found.same
     assert digest(tmp_path) == before
     assert texts[0] == "run 1 of at most 5: 1 rank"

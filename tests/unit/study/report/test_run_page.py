@@ -219,7 +219,7 @@ def test_records_with_little_in_them_make_a_page_too(tmp_path, ranks):
 
 
 def test_many_ranks_and_long_runs_stay_a_page(tmp_path):
-    lines = steps(4000)
+    lines = steps(1000)
     folder = write_run(tmp_path / "run", [[*lines, MACHINE]] * 20)
     page = Report(view_run(folder)).page
     assert len(page) < 2_200_000
