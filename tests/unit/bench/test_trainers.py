@@ -13,7 +13,7 @@ def test_step_and_epoch_are_without_the_first_epoch(monkeypatch):
     monkeypatch.setattr(trainer_loops, "STAMPS", [float(stamp) for epoch in epochs for stamp in epoch])
     assert trainer_loops.seconds(job) == {"step": 4.0, "epoch": 100.0}
     trainer_loops.STAMPS.pop()
-    with pytest.raises(AssertionError, match="^11 forward passes, not 12"):
+    with pytest.raises(AssertionError, match=r"^11 forward passes, not 12"):
         trainer_loops.seconds(job)
 
 
