@@ -72,7 +72,7 @@ format: setup  ## Put the code into the house format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: setup  ## Measure against torch and its peers (40 minutes), or ONLY=name; QUICK=1: does it run; SINCE=COMMIT: what got slower
+bench: setup  ## Measure against torch and its peers (an hour), or ONLY=name; QUICK=1: does it run; SINCE=COMMIT: what got slower
 	$(PIP) --editable '.[bench]'
 	$(BIN)/python tools/bench.py $(if $(QUICK),--quick) $(if $(SINCE),--since $(SINCE)) $(ONLY)
 

@@ -1,6 +1,6 @@
 """The whole benchmark in one session: every part after the other, then the record, the page and the tables.
 
-    python tools/bench.py             all parts of the session; about half an hour on two cores
+    python tools/bench.py             all parts of the session; about an hour on two cores
     python tools/bench.py --quick     the same with few short rounds, to see that it runs; kept in runs/bench
     python tools/bench.py NAME ...    these scripts of bench/ alone; what each prints is kept in bench/results/NAME.txt
     python tools/bench.py --since X   is this checkout slower than commit X? Kept in bench/results/versions.txt
@@ -43,6 +43,7 @@ PARTS = {
     "memory": ["memory"],
     "launch": ["launch"],
     "import_time": ["import_time"],
+    "trainers": ["trainers"],
 }
 """What is measured, by the name that it is kept under: a script of bench/ and its options."""
 TIMEOUT_S = 3600.0
@@ -57,6 +58,7 @@ NO_SCRIPTS = {
     "gpu_waits",
     "recovery_jobs",
     "recovery_loops",
+    "trainer_loops",
     "versions",
 }
 

@@ -27,6 +27,20 @@ SHOWN = {
 """What the contenders are called, in the order of the rows."""
 CLAIMED = {"ours": "DistributedDataParallel", "ours-zero": "the same with ZeRO-1", "dp": "DataParallel in one process"}
 """The contenders in the README."""
+TRAINERS = {
+    "torch": "torch DDP, own loop",
+    "accelerate": "Accelerate, own loop",
+    "fabric": "Lightning Fabric, own loop",
+    "lightning": "Lightning `Trainer`",
+    "transformers": "Transformers `Trainer`",
+    "adopt": "torch DDP's script, **`lockstep run --adopt`**",
+    "script": "**Lockstep DDP**, own loop",
+    "prepare": "**`lockstep.prepare`**, own loop",
+    "fit": "**`lockstep.fit`**",
+    "fit-ema": "**`lockstep.fit`**, EMA and a callback",
+    "fit-exact": "**`lockstep.fit`**, `reproducible=2`",
+}
+"""What the contenders of bench/trainers.py are called, in the order of the rows."""
 
 
 def blocks(run: Run | None) -> dict[Path, str]:
@@ -37,7 +51,9 @@ def blocks(run: Run | None) -> dict[Path, str]:
     note = "The last column is the geometric mean, over the models, of the median ratio of step times to torch DDP; "
     return {
         README: claim(run, "steps_fused" if fused else "steps"),
-        SPEED: "\n".join([*default, "", *fused, "", f"{note}below 1 is faster. {measured_on(run)}", "", *others(run)]),
+        SPEED: "\n".join(
+            [*default, "", *fused, "", f"{note}below 1 is faster. {measured_on(run)}", "", *others(run), *trainers(run)]
+        ),
     }
 
 
@@ -104,6 +120,34 @@ def others(run: Run) -> list[str]:
     ]
     if alone:
         lines.append(f"- Step time of one rank, relative to a loop without Lockstep: {', '.join(alone)}.")
+    return lines
+
+
+def trainers(run: Run) -> list[str]:
+    """Return the table of trainers; no line where they were not measured."""
+    part = run["parts"].get("trainers")
+    if part is None:
+        return []
+    columns = [
+        (f"{model}: {kind} (ms)", part["models"][model][kind]["rounds_s"], 1e3)
+        for model in part["models"]
+        for kind in ("step", "step, quiet", "epoch")
+    ]
+    columns.append(("first step (s)", part["first_step"]["rounds_s"], 1.0))
+    lines = [
+        "",
+        f"| trainers, 2 ranks; in brackets: over torch DDP | {' | '.join(title for title, _, _ in columns)} |",
+        f"|---|{'---:|' * len(columns)}",
+    ]
+    for name, label in TRAINERS.items():
+        if name in part["missing"]:
+            lines.append(f"| {label} |{' |' * (len(columns) - 1)} {part['missing'][name]} |")
+        elif name in columns[-1][1]:
+            cells = [
+                f"{Spread.of(seconds[name]).median * unit:.1f} ({text(ratio(seconds, name, 'torch'))})"
+                for _, seconds, unit in columns
+            ]
+            lines.append(f"| {label} | {' | '.join(cells)} |")
     return lines
 
 

@@ -22,7 +22,7 @@ from lockstep.base.accelerator import upload
 from lockstep.base.activity import format_bytes, plural
 from lockstep.base.torch_internals import TorchDispatchMode, local_scalar_dense, mark_stepped, version_of
 from lockstep.checkpoints.model_state import plain_name, read_tensors
-from lockstep.comm.collectives import Group, Work, all_reduce, all_reduce_work
+from lockstep.comm.collectives import Group, Work, all_reduce, all_reduce_work, takes_pieces
 from lockstep.comm.fully_shard import local_part
 from lockstep.comm.network import wait_for_call
 from lockstep.data.loader import MicroBatch
@@ -487,8 +487,8 @@ class StepMetrics:
     def add(self, parts: Sequence[Part], flags: Sequence[float] | None) -> list[Tensor]:
         """Add the losses of this process's shares of a micro-batch; return their values.
 
-        With the ``flags`` of this rank, after the last micro-batch, start to sum over the ranks. Collective then: every
-        rank of the group. Does not block.
+        With the ``flags`` of this rank, after the last micro-batch, start to sum over the ranks; on shm `wait` does it.
+        Collective then: every rank of the group. Does not block.
 
         Raises:
             ConfigurationError: One is a `Loss`, and ``only_means`` is set.
@@ -506,7 +506,9 @@ class StepMetrics:
         # additional exchange is needed.
         if flags is not None:
             self._sums = self._sum(flags)
-            if self.group is not None:
+            # On shm the sum is made in `wait`, when the ranks have met for the gradient: there it takes microseconds.
+            # Begun here, it would wait for the slowest forward in another thread, and the gradient's sum after it.
+            if self.group is not None and not takes_pieces(self.group):
                 self._work = all_reduce_work(self._sums, group=self.group)
         return values
 
@@ -527,13 +529,15 @@ class StepMetrics:
     def wait(self, num_samples: float, *, may_miss: bool) -> None:
         """Set the sums over the ranks. Blocks until they are complete (on a device: only the current stream waits).
 
+        Collective after `add` with flags: every rank of the group.
+
         Args:
             num_samples: Samples of the global batch, by which the gradient was already divided.
             may_miss: Whether some of them may be missing, so that the divisor follows from the counts.
         """
-        if self._work is not None:
+        if self.group is not None and self._sums is not None:
             with activity.waiting("all_reduce of losses"):
-                wait_for_call(self._work)
+                wait_for_call(self._work or all_reduce_work(self._sums, group=self.group, alone=True))
         sums = self._sum([0] * NUM_FLAGS) if self._sums is None else self._sums
         self.flags, self.report = sums[2:-1], sums[2:]
         self.count = sums[1] if self.has_counts else None

@@ -56,11 +56,11 @@ class FlatGradients:
             self._reducer.observers.append(self)
         self._reducer.finishes_early |= self._reducer.bucket_set.device.type != "cpu"
 
-    @torch.no_grad()
     def on_event(self, kind: Event, bucket: Bucket | None) -> None:
         """Handle an event of the reducer."""
         if kind is Event.REDUCED and bucket is not None and not bucket.spec.sparse:
-            self._norms[bucket] = flat_norm(bucket.gradients)
+            with torch.no_grad():  # not around the many other events of a step
+                self._norms[bucket] = flat_norm(bucket.gradients)
 
     @torch.no_grad()
     def norm(self, norm_type: float = 2.0) -> Tensor:
