@@ -130,12 +130,15 @@ class _ByteFormat:
         begin, end = int(place.bounds[place.piece.start]), int(place.bounds[place.piece.stop])
         target.write_bytes(_whole(place.store.cat_file(place.path, start=begin, end=end), begin, end))
 
-    def read(self, place: _Place, path: Path) -> dict[str, Any]:
+    def read(self, place: _Place, path: str | Path) -> dict[str, Any]:
         """Return a sample from a local file: the shard itself, or a piece of it."""
         begin, end = place.bounds[place.offset : place.offset + 2].tolist()
-        base = 0 if str(path) == place.path else int(place.bounds[place.piece.start])
-        with path.open("rb") as file:
-            data = os.pread(file.fileno(), end - begin, begin - base)
+        base = 0 if path == place.path else int(place.bounds[place.piece.start])
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            data = os.pread(file, end - begin, begin - base)
+        finally:
+            os.close(file)
         return self.parse(_whole(data, begin, end))
 
 
@@ -151,29 +154,72 @@ _MDS_COLUMNS = "column_names", "column_encodings", "column_sizes"
 _KEY = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)")
 
 
+def _tar_files(file: Any, end: bytes) -> Iterator[tuple[str, int, int, int]]:
+    """Yield the name, the begin, the begin of the content, and the size of each file of an archive.
+
+    Links, folders and devices are left out, as in webdataset. Plain headers are read here, in a fifth of the time of
+    `tarfile`, which reads the archive from the first other header on.
+
+    Args:
+        file: The archive, or a part of it.
+        end: What follows the last file.
+    """
+    at = 0
+    while (plain := _plain_header(file.read(tarfile.BLOCKSIZE))) is not None:
+        name, size = plain
+        yield name, at, at + tarfile.BLOCKSIZE, size
+        at += tarfile.BLOCKSIZE + _padded(size)
+        file.seek(at)
+    file.seek(at)
+    if not at or file.read(tarfile.BLOCKSIZE) != end:
+        file.seek(at)
+        with tarfile.open(fileobj=file, mode="r:") as tar:
+            for member in tar:
+                if member.issparse():
+                    raise ValueError(f"{member.name} is a sparse file; write the archive without --sparse")
+                if member.isfile():
+                    yield member.name, member.offset, member.offset_data, member.size
+            file.seek(tar.offset)
+            if file.read(tarfile.BLOCKSIZE) != end:  # tarfile does not check it
+                raise EOFError(f"at byte {tar.offset} there is neither a file nor the end of the archive")
+
+
+def _plain_header(header: bytes) -> tuple[str, int] | None:
+    """Return the name and the size of a file; None if the header is of anything else, or has extensions."""
+    if len(header) < tarfile.BLOCKSIZE or header[156:157] not in (b"0", b"\0") or header[345]:
+        return None
+    try:
+        size, checksum = (int(field.partition(b"\0")[0], 8) for field in (header[124:136], header[148:156]))
+    except ValueError:
+        return None
+    if sum(header) - sum(header[148:156]) + 8 * ord(" ") != checksum:
+        return None
+    return os.fsdecode(header[:100].partition(b"\0")[0]), size
+
+
+def _padded(size: int) -> int:
+    return -(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+
+
 def _index_tar(store: Any, path: str) -> tuple[int, _Numbers, int]:
     """Consecutive files with the same key are a sample, as in webdataset."""
     starts, key, end = [], None, 0
-    with store.open(path, "rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
-        for member in tar:
-            if member.isfile() and (match := _KEY.fullmatch(member.name)):
+    with store.open(path, "rb") as file:
+        for name, start, begin, size in _tar_files(file, bytes(tarfile.BLOCKSIZE)):
+            if match := _KEY.fullmatch(name):
                 if match[1] != key:
-                    starts.append(member.offset)
-                key, end = match[1], tar.offset
-        file.seek(tar.offset)
-        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile does not check it
-            raise EOFError(f"at byte {tar.offset} there is neither a file nor the end of the archive")
+                    starts.append(start)
+                key, end = match[1], begin + _padded(size)
     return len(starts), np.array([*starts, end]), end
 
 
 def _parse_tar(data: bytes) -> dict[str, Any]:
     sample: dict[str, Any] = {}
-    with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
-        while (member := tar.next()) is not None:
-            if (match := _KEY.fullmatch(member.name)) and (content := tar.extractfile(member)) is not None:
-                if sample.setdefault("__key__", match[1]) != match[1]:
-                    raise ValueError(f"{member.name} is not a file of sample {sample['__key__']}")
-                sample[match[2].lower()] = content.read()
+    for name, _, begin, size in _tar_files(io.BytesIO(data), b""):
+        if match := _KEY.fullmatch(name):
+            if sample.setdefault("__key__", match[1]) != match[1]:
+                raise ValueError(f"{name} is not a file of sample {sample['__key__']}")
+            sample[match[2].lower()] = _whole(data[begin : begin + size], begin, begin + size)
     return sample
 
 
@@ -203,7 +249,7 @@ class _Parquet:
         with pyarrow.OSFile(str(target), "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as writer:
             writer.write_table(table)
 
-    def read(self, place: _Place, path: Path) -> dict[str, Any]:
+    def read(self, place: _Place, path: str | Path) -> dict[str, Any]:
         pyarrow = _require("pyarrow", "pyarrow")
         with pyarrow.memory_map(str(path)) as file:
             table = pyarrow.ipc.open_file(file).read_all()
@@ -470,7 +516,7 @@ class ShardedDataset(Dataset[Any]):
         where = f" at {f'row {place.offset}' if byte is None else f'byte {byte}'}, for sample {index}"
         with _naming(place.path, where, offset=byte, sample=index):
             if self._is_direct:
-                sample = self._format.read(place, Path(place.path))
+                sample = self._format.read(place, place.path)
             else:
                 fetch, read = partial(self._format.fetch, place), partial(self._format.read, place)
                 sample = self._cache.read(place.name, fetch, read)

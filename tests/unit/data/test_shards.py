@@ -1,10 +1,12 @@
 """Data sets in shards: formats, their order, and what is read of them."""
 
 import fcntl
+import io
 import itertools
 import os
 import pickle
 import sys
+import tarfile
 import tempfile
 import threading
 import time
@@ -158,6 +160,49 @@ def test_a_sample_of_a_tar_file_has_the_key_and_a_file_for_each_extension(tmp_pa
     write_tar(tmp_path / "0.tar", [5, 6])
     data = lockstep.ShardedDataset(tmp_path / "0.tar", cache_dir=tmp_path / "cache")
     assert data[1] == {"__key__": "part.1/000006", "txt": b"6", "bin": bytes([6]) * 940}
+
+
+def add(tar, name, content=b"", **header):
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    for key, value in header.items():
+        setattr(member, key, value)
+    tar.addfile(member, io.BytesIO(content))
+
+
+@pytest.mark.parametrize("tar_format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
+def test_a_tar_file_is_read_as_by_webdataset(tmp_path, tar_format):
+    long = f"{'d' * 90}/{'n' * 60}"
+    with tarfile.open(tmp_path / "0.tar", "w", format=tar_format) as tar:
+        add(tar, "part", type=tarfile.DIRTYPE)
+        add(tar, "part/0.txt", b"0")
+        add(tar, "part/0.link", type=tarfile.SYMTYPE, linkname="0.txt")
+        add(tar, "part/0.hard", type=tarfile.LNKTYPE, linkname="part/0.txt")
+        add(tar, "part/only.link", type=tarfile.SYMTYPE, linkname="0.txt")
+        add(tar, "nokey", b"x" * 600)
+        add(tar, f"{long}.Seg.PNG", b"1" * 512)
+        add(tar, f"{long}.txt", b"2")
+        add(tar, "after.txt", b"3")
+        add(tar, "\u00e9.txt", b"", pax_headers={"comment": "a"})
+        add(tar, "end", type=tarfile.DIRTYPE)
+    data = lockstep.ShardedDataset(tmp_path / "0.tar", cache_dir=tmp_path / "cache")
+    assert [*data] == [
+        {"__key__": "part/0", "txt": b"0"},
+        {"__key__": long, "seg.png": b"1" * 512, "txt": b"2"},
+        {"__key__": "after", "txt": b"3"},
+        {"__key__": "\u00e9", "txt": b""},
+    ]
+
+
+def test_a_header_of_a_tar_file_that_is_damaged_later_is_an_error(tmp_path):
+    write_tar(tmp_path / "0.tar", [5, 6])
+    data = lockstep.ShardedDataset(tmp_path / "0.tar", cache_dir=tmp_path / "cache")
+    content = bytearray((tmp_path / "0.tar").read_bytes())
+    content[1024 + 3] ^= 1  # a letter of the name of the second file
+    (tmp_path / "0.tar").write_bytes(content)
+    with pytest.raises(DataError, match="at byte 0, for sample 0: at byte 1024 there is neither a file nor the end"):
+        data[0]
+    assert data[1]["txt"] == b"6"
 
 
 def test_a_row_has_the_columns_asked_for_and_is_decoded(tmp_path):
