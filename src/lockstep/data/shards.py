@@ -16,7 +16,7 @@ import io
 import json
 import os
 import re
-import secrets
+import sys
 import tarfile
 import tempfile
 import threading
@@ -28,6 +28,7 @@ from hashlib import blake2b
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -322,22 +323,27 @@ class _Index(NamedTuple):
     num_bytes: _Numbers
 
 
-def _load_index(path: Path, store: Any, paths: Sequence[str], made_by: _Format) -> _Index:
-    """Return the index in a file. If there is none, read the headers of all shards, and write it."""
+def _make_index(store: Any, paths: Sequence[str], made_by: _Format, target: Path) -> None:
+    """Read the headers of all shards, and write the index to a file."""
 
     def index(shard: str) -> tuple[int, _Numbers, int]:
         with _naming(shard):
             return made_by.index(store, shard)
 
-    with contextlib.suppress(OSError, ValueError, LookupError, EOFError), np.load(path) as saved:
-        return _Index(*(saved[name] for name in _Index._fields))
     with ThreadPoolExecutor(_NUM_INDEXING) as pool:
         sizes, bounds, num_bytes = zip(*pool.map(index, paths), strict=True)
     made = _Index(np.array(sizes), np.concatenate(bounds), np.cumsum([*map(len, bounds)]), np.array(num_bytes))
-    temporary = path.with_name(f"{path.stem}-{secrets.token_hex(8)}.npz")
-    np.savez(temporary, **made._asdict())
-    temporary.replace(path)
-    return made
+    with target.open("wb") as file:
+        np.savez(file, **made._asdict())
+
+
+def _read_index(path: Path) -> _Index:
+    try:
+        with path.open("rb") as file, np.load(file) as saved:
+            return _Index(*(saved[name] for name in _Index._fields))
+    except (ValueError, LookupError, EOFError, BadZipFile) as error:  # as after a crash of the machine
+        path.unlink(missing_ok=True)
+        raise FileNotFoundError(path) from error  # it is made again
 
 
 # --- The cache
@@ -355,11 +361,15 @@ class _PieceCache:
         self._folder, self._max_bytes = folder, max_bytes
 
     def read(self, name: str, fetch: Callable[[Path], None], read: Callable[[Path], T]) -> T:
-        """Return what ``read`` makes of a file. Blocks until it is fetched."""
+        """Return what ``read`` makes of a file. Blocks until it is fetched.
+
+        If the fetch fails in one process, those that waited try it themselves, and get the error, too.
+        """
         path = self._folder / name
         while True:
             with contextlib.suppress(FileNotFoundError):  # also if it was removed after it was fetched
-                os.utime(path)
+                with contextlib.suppress(PermissionError):  # it belongs to another user
+                    os.utime(path)
                 return read(path)
             self.fetch(name, fetch)
 
@@ -368,7 +378,7 @@ class _PieceCache:
         path, part = self._folder / name, self._folder / f"{name}.part"
         if path.exists():
             return
-        file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(file, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Otherwise who had the lock before has renamed the file, which may have been removed since, or failed.
@@ -387,12 +397,17 @@ class _PieceCache:
             os.close(file)
 
     def _remove_oldest(self) -> None:
-        """Remove the least recently used files beyond the limit."""
+        """Remove the least recently used files beyond the limit, and what killed processes were fetching."""
         files = []
         for path in self._folder.iterdir():
-            with contextlib.suppress(FileNotFoundError):
-                state = path.stat()
-                if path.suffix != ".part":
+            with contextlib.suppress(OSError):  # it is gone, is being fetched, or belongs to another user
+                if path.suffix == ".part":
+                    with path.open("rb") as file:
+                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # who fetches has the lock
+                        if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                            path.unlink()
+                else:
+                    state = path.stat()
                     files.append((state.st_mtime_ns, state.st_size, path))
         excess = sum(size for _, size, _ in files) - self._max_bytes
         for _, size, path in sorted(files)[:-1]:  # never the one that was just fetched
@@ -462,7 +477,9 @@ class ShardedDataset(Dataset[Any]):
             raise ConfigurationError(f"{folder} belongs to another user.\nName another folder as cache_dir.")
         version = json.dumps([columns, *((path, store.ukey(path)) for path in paths)])
         self._version = blake2b(version.encode(), digest_size=8).hexdigest()
-        self._index = _load_index(folder / f"index-{self._version}.npz", store, paths, self._format)
+        # Of the ranks of a machine, one makes the index, and the others wait and read it.
+        make = partial(_make_index, store, paths, self._format)
+        self._index = _PieceCache(folder, sys.maxsize).read(f"index-{self._version}.npz", make, _read_index)
         self._ends = np.cumsum(self._index.sizes)
         if not len(self):
             raise ConfigurationError(f"There are no samples in {paths[0]}, or in others.\nGive shards with samples.")

@@ -3,8 +3,10 @@
 import fcntl
 import io
 import itertools
+import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import tarfile
 import tempfile
@@ -493,6 +495,75 @@ def test_a_piece_that_cannot_be_fetched_leaves_nothing(tmp_path):
     # A process that was killed leaves its part.
     (tmp_path / "a.part").write_bytes(b"half of it")
     assert cache.read("a", lambda path: path.write_bytes(b"1"), lambda path: path.read_bytes()) == b"1"
+
+
+def test_what_a_killed_process_was_fetching_is_removed_by_others(tmp_path):
+    cache = shards._PieceCache(tmp_path, 2500)
+
+    def fetch(path):
+        if (child := os.fork()) == 0:
+            cache.fetch("killed", lambda part: part.write_bytes(b"half") and os.kill(os.getpid(), signal.SIGKILL))
+        os.waitpid(child, 0)
+        path.write_bytes(b"1")
+        assert sorted(tmp_path.iterdir()) == [tmp_path / "a.part", tmp_path / "killed.part"]
+        cache.fetch("b", lambda part: part.write_bytes(b"2"))
+
+    cache.fetch("a", fetch)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_one_process_of_a_machine_makes_the_index(tmp_path, monkeypatch, fails):
+    pattern, log = write_shards(tmp_path / "data", "tar"), tmp_path / "log"
+    plain = shards._index_tar
+
+    def index(store, path):
+        with log.open("a") as file:
+            file.write(f"{path}\n")
+        time.sleep(0.1)
+        if fails:
+            raise OSError("no route")
+        return plain(store, path)
+
+    def rank():
+        try:
+            return len(lockstep.ShardedDataset(pattern, cache_dir=tmp_path / "cache"))
+        except DataError as error:
+            return str(error).splitlines()[0]
+
+    monkeypatch.setattr(shards, "_index_tar", index)
+    found = in_processes(3, rank)
+    assert found == [f"{tmp_path}/data/0.tar cannot be read: no route." if fails else NUM_SAMPLES] * 3
+    if not fails:
+        assert sorted(log.read_text().split()) == [f"{tmp_path}/data/{number}.tar" for number in range(len(SIZES))]
+    assert len(list((tmp_path / "cache").glob("index-*"))) == (not fails)
+
+
+def in_processes(count, function):
+    """Return what ``function`` returns in each of several processes at once."""
+    context = multiprocessing.get_context("fork")
+    results, together = context.SimpleQueue(), context.Barrier(count)
+
+    def run():
+        together.wait(60)
+        results.put(function())
+
+    processes = [context.Process(target=run) for _ in range(count)]
+    for process in processes:
+        process.start()
+    found = [results.get() for _ in processes]
+    for process in processes:
+        process.join(60)
+    return found
+
+
+def test_a_damaged_index_is_made_again(tmp_path):
+    pattern = write_shards(tmp_path / "data", "tar")
+    lockstep.ShardedDataset(pattern, cache_dir=tmp_path / "cache")
+    (path,) = (tmp_path / "cache").glob("index-*")
+    for size in (0, path.stat().st_size // 2):
+        os.truncate(path, size)
+        assert len(lockstep.ShardedDataset(pattern, cache_dir=tmp_path / "cache")) == NUM_SAMPLES
 
 
 def test_a_piece_is_fetched_once_by_threads_that_need_it_at_once(tmp_path):
