@@ -31,6 +31,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -46,6 +47,7 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 
 from bench.harness import order_of_round, parser, record
+from lockstep.data import shards
 from lockstep.data.loader import LoadOptions, MicroBatch, load, train_requests
 from lockstep.data.order import BatchSplit
 from lockstep.data.shards import ShardedDataset
@@ -121,6 +123,7 @@ def epoch_of(folder: Path, num_ranks: int, rank: int) -> tuple[list[list[int]], 
 def reading(folder: Path) -> list[dict[str, Any]]:
     """Print and return what each rank reads of an epoch."""
     fsspec.register_implementation("counted", CountingFileSystem, clobber=True)
+    shards._fetching_ahead = lambda _pid: threading.Semaphore(0)  # otherwise parts of the next epoch would count, too
     index = ShardedDataset(f"{folder}/tar/*.tar", cache_dir=folder / "cache")
     total = int(index._index.num_bytes.sum())
     print(f"\nan epoch of {len(index):,} samples, {total / MIB:.0f} MiB in tar files, from an object store")
@@ -149,8 +152,8 @@ def ours(kind: str) -> Start:
 
     def start(folder: Path, step: int, workers: int) -> Iterator[Any]:
         rank, num_ranks, _ = rank_and_batch()
-        shards = f"{folder}/mds" if kind == "mds" else f"{folder}/{kind}/*.{kind}"
-        data = ShardedDataset(shards, decode=decode, cache_dir=folder / "cache")
+        given = f"{folder}/mds" if kind == "mds" else f"{folder}/{kind}/*.{kind}"
+        data = ShardedDataset(given, decode=decode, cache_dir=folder / "cache")
         order = data.make_order(BATCH, 0, drop_last=False)
         split = BatchSplit(num_ranks, range(rank, rank + 1), 1, None, order.num_lanes)
         options = LoadOptions(None, workers, pin_memory=False)
@@ -179,8 +182,8 @@ def webdataset(folder: Path, step: int, workers: int) -> Iterator[Any]:
     import webdataset as wds
 
     _, _, size = rank_and_batch()
-    shards = sorted(map(str, (folder / "tar").glob("*.tar")))
-    data = wds.WebDataset(shards, shardshuffle=len(shards), seed=0, nodesplitter=wds.split_by_node)
+    paths = sorted(map(str, (folder / "tar").glob("*.tar")))
+    data = wds.WebDataset(paths, shardshuffle=len(paths), seed=0, nodesplitter=wds.split_by_node)
     batches = data.shuffle(1000).map(decode).batched(size)
     return itertools.islice(iter(wds.WebLoader(batches, batch_size=None, num_workers=workers)), step, None)
 

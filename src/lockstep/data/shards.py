@@ -96,7 +96,7 @@ class _Place(NamedTuple):
         offset: Number of the sample in the shard.
         piece: Samples of its piece.
         name: The name of the piece in the cache.
-        lane: Number of its lane, and positions of its window and of the next in the order.
+        lane: Number of its lane, and of its window in the lane.
     """
 
     store: Any
@@ -105,7 +105,7 @@ class _Place(NamedTuple):
     offset: int
     piece: range
     name: str
-    lane: tuple[int, range]
+    lane: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -486,7 +486,7 @@ class ShardedDataset(Dataset[Any]):
         protocols = [store.protocol] if isinstance(store.protocol, str) else store.protocol
         self._is_direct = isinstance(self._format, _ByteFormat) and "file" in protocols
         self._order: ShardOrder | None = None
-        self._epoch, self._ahead = 0, dict[int, range]()
+        self._epoch, self._ahead = 0, dict[int, tuple[int, int]]()  # of each lane, the epoch and the window
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -524,11 +524,12 @@ class ShardedDataset(Dataset[Any]):
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         place = self._place(index % len(self), self._epoch)
-        lane, ahead = place.lane
-        if self._ahead.get(lane, range(0)) != ahead:
-            self._ahead[lane] = ahead
+        lane, window = place.lane
+        if self._order is not None and not self._is_direct and self._ahead.get(lane) != (self._epoch, window):
+            self._ahead[lane] = self._epoch, window
             # A daemon, because the process may end while it fetches.
-            threading.Thread(target=self._fetch, args=(self._epoch, ahead), daemon=True, name=_AHEAD).start()
+            what = self._order, self._epoch, lane, window
+            threading.Thread(target=self._fetch, args=what, daemon=True, name=_AHEAD).start()
         byte = int(place.bounds[place.offset]) if self._format.has_bytes else None
         where = f" at {f'row {place.offset}' if byte is None else f'byte {byte}'}, for sample {index}"
         with _naming(place.path, where, offset=byte, sample=index):
@@ -548,29 +549,34 @@ class ShardedDataset(Dataset[Any]):
         size, stop = int(self._index.sizes[number]), int(self._index.ends[number])
         bounds = self._index.bounds[int(self._index.ends[number - 1]) if number else 0 : stop]
         offset = index - int(self._ends[number]) + size
-        piece, lane, ahead = self._format.piece(bounds, offset), 0, range(0)
+        piece, lane, window = self._format.piece(bounds, offset), 0, 0
         if self._order is not None and not self._is_direct:
             # In the sequence of the epoch: where the shard begins, and where the lane of the sample does and ends.
             start = int(shard_sequence(self._order, epoch)[1][number])
             lane = int(np.searchsorted(self._order.lane_starts, start + offset, side="right")) - 1
             begin, end = self._order.lane_starts[lane : lane + 2].tolist()
-            window = (start + offset - begin) // self._window * self._window + begin
-            ahead = range(window, min(window + 2 * self._window, end))
+            window = (start + offset - begin) // self._window
             if self._format.has_bytes:
                 piece = range(max(begin - start, piece.start), min(end - start, piece.stop))
         name = f"{self._version}-{number}-{piece.start}-{piece.stop}"
         store = _store_of(self._url, os.getpid())
-        return _Place(store, str(self._paths[number]), bounds, offset, piece, name, (lane, ahead))
+        return _Place(store, str(self._paths[number]), bounds, offset, piece, name, (lane, window))
 
-    def _fetch(self, epoch: int, positions: range) -> None:
-        """Fetch the pieces at ``positions`` of the sequence of ``epoch``."""
-        assert self._order is not None
-        position = positions.start
+    def _fetch(self, order: ShardOrder, epoch: int, lane: int, window: int) -> None:
+        """Fetch the pieces of a window and of the next, which after the last of an epoch is the first of the next."""
+        begin, end = order.lane_starts[lane : lane + 2].tolist()
+        start = begin + window * self._window
+        stop = start + 2 * self._window
+        parts = [(epoch, start, min(stop, end))]
+        if stop - self._window >= end:
+            parts += [(epoch + 1, begin, min(begin + self._window, end))]
         with _fetching_ahead(os.getpid()), contextlib.suppress(Exception):  # who needs the piece gets the error
-            while position < positions.stop and epoch == self._epoch:
-                place = self._place(int(self._order.indices(epoch, np.array([position]))[0]), epoch)
-                self._cache.fetch(place.name, partial(self._format.fetch, place), waits=False)
-                position += place.piece.stop - place.offset
+            for epoch_of_part, position, stop in parts:
+                while position < stop and self._epoch in (epoch, epoch_of_part):
+                    index = int(order.indices(epoch_of_part, np.array([position]))[0])
+                    place = self._place(index, epoch_of_part)
+                    self._cache.fetch(place.name, partial(self._format.fetch, place), waits=False)
+                    position += place.piece.stop - place.offset
 
 
 _AHEAD = "lockstep-shards"  # the name of the threads

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 import lockstep
 from lockstep.data import shards
 from lockstep.data.loader import LoadOptions, load, train_requests
-from lockstep.data.order import BatchSplit, ShardOrder
+from lockstep.data.order import BatchSplit, ShardOrder, shard_sequence
 from lockstep.errors import ConfigurationError, DataError
 from lockstep.train.plan import check_split
 from tests.shards import (
@@ -388,6 +388,9 @@ def test_a_resume_goes_on_at_once(tmp_path, kind, workers):
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_each_byte_of_an_object_store_is_read_once_by_one_rank(tmp_path, monkeypatch, workers, num_ranks):
     monkeypatch.setattr(shards, "_PIECE_BYTES", 5000)
+    # The next epoch, which is fetched ahead, is read in the order of this one: it has the same pieces.
+    for module in (shards, lockstep.data.order):
+        monkeypatch.setattr(module, "shard_sequence", lambda made, _epoch: shard_sequence(made, 0))
     log = tmp_path / "log"
     write_shards(tmp_path / "data", "tar")
     url = f"{counting_store(tmp_path / 'data', log)}/*.tar"
@@ -449,6 +452,30 @@ def test_what_follows_is_fetched_ahead(tmp_path, monkeypatch):
     assert number_of(data[32]) == 32  # of the first window of the other lane
     _join_threads()
     assert len(ranges_read(tmp_path / "log")) == 20
+
+
+def test_what_follows_the_end_of_an_epoch_is_fetched_ahead(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "_PIECE_BYTES", 1000)  # less than a sample
+    write_shards(tmp_path / "data", "tar", [31, 31])
+    url = f"{counting_store(tmp_path / 'data', tmp_path / 'log')}/*.tar"
+    data = lockstep.ShardedDataset(url, window=5, lanes=2, cache_dir=tmp_path / "cache")
+    made = data.make_order(6, 0, drop_last=False)
+    assert shard_sequence(made, 0)[0].tolist() != shard_sequence(made, 1)[0].tolist()
+
+    def fetched():
+        _join_threads()
+        read = ranges_read(tmp_path / "log")
+        starts = {"0.tar": data._index.bounds[:31].tolist(), "1.tar": data._index.bounds[32:63].tolist()}
+        return sorted(31 * int(name[0]) + starts[name].index(start) for name, start, _, _ in read)
+
+    first, last = made.indices(1, np.arange(5)).tolist(), made.indices(0, np.arange(25, 31)).tolist()
+    assert number_of(data[last[0]]) == last[0]
+    assert fetched() == sorted(last)  # its window and the last, of one sample
+    data[last[5]]
+    assert fetched() == sorted(first + last)
+    data.set_epoch(1)
+    data[first[3]]
+    assert fetched() == sorted(first + last + made.indices(1, np.arange(5, 10)).tolist())
 
 
 def _join_threads():
