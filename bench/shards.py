@@ -54,6 +54,7 @@ from lockstep.data.shards import ShardedDataset
 from lockstep.study.common import Spread, paired_ratio
 
 SAMPLE_BYTES, BATCH, WORKERS, NUM_RANKS, NUM_BATCHES = 8192, 96, 2, 2, 8
+MAX_S = 5.0  # after which a slow contender reads no more batches
 MIB = 2**20
 Start = Callable[[Path, int, int], Iterator[Any]]  # from folder, step and number of loader processes
 
@@ -231,8 +232,11 @@ def run_rank(name: str, folder: Path, step: int, workers: int, num_batches: int)
     batches = CONTENDERS[name][1](folder, step, workers)
     next(batches)
     first = time.perf_counter()
-    size = sum(len(batch_of(next(batches))) for _ in range(num_batches))
-    rate = size / (time.perf_counter() - first)
+    size, seconds = 0, 0.0
+    while num_batches and seconds < MAX_S:
+        size, num_batches = size + len(batch_of(next(batches))), num_batches - 1
+        seconds = time.perf_counter() - first
+    rate = size / seconds
     me = psutil.Process()
     memory = sum(pss(each) for each in (me, *me.children(recursive=True)))
     print(json.dumps({"first_s": first - begin, "samples_s": rate, "pss": memory}))
@@ -303,7 +307,9 @@ def throughput(folder: Path, rounds: int, num_batches: int) -> dict[str, Any]:
     """Print and return the tables of one rank, by the number of its loader processes."""
     tables = {}
     for workers in (0, 1, 2):
-        print(f"\nan epoch from its begin: 1 rank x {workers} loader processes, {num_batches} batches of {BATCH}")
+        print(
+            f"\nan epoch from its begin: 1 rank x {workers} loader processes, {num_batches} batches of {BATCH} or {MAX_S:g} s"
+        )
         figures = {"samples_s": "samples/s", "first_s": "first batch, s"}
         how = {"num_ranks": 1, "workers": workers, "num_batches": num_batches}
         tables[f"{workers} workers"] = compare(folder, rounds, 0, figures, **how)

@@ -3,9 +3,10 @@
 [Note: pieces]
 Each shard is divided into pieces: the row groups of a Parquet file, and about `_PIECE_BYTES` of another. Local files
 whose samples can be read one by one are read directly. Other pieces are fetched into a folder that all processes of a
-machine share: one process fetches a piece and the others wait for it. A row group is decoded there, and mapped into the
-memory of its readers. Threads fetch ahead what follows in the order. A piece ends where a lane of the order ends, since
-another rank reads the rest. Only a row group cannot be divided: both ranks read it if a lane ends in it.
+machine share: one process fetches a piece and the others wait for it. A row group is decoded there, into small batches
+of which readers read one for each row. Threads fetch ahead what follows in the order. A piece ends where a lane of the
+order ends, since another rank reads the rest. Only a row group cannot be divided: both ranks read it if a lane ends in
+it.
 """
 
 from __future__ import annotations
@@ -44,6 +45,9 @@ _Numbers = NDArray[np.int64]
 
 # A request to an object store takes as long as the transfer of some MiB.
 _PIECE_BYTES = 8 << 20
+
+# Bytes of a column that are read for a row of Parquet.
+_BATCH_BYTES = 16 << 10
 
 # Threads that index shards, and threads of each process that fetch pieces ahead.
 _NUM_INDEXING, _NUM_AHEAD = 16, 2
@@ -247,14 +251,23 @@ class _Parquet:
         with place.store.open(place.path, "rb") as file:
             opened = parquet.ParquetFile(file, metadata=_footer(place.store, place.path), pre_buffer=True)
             table = opened.read_row_group(number, columns=self.columns, use_threads=False).combine_chunks()
+        rows = max(1, table.num_rows * table.num_columns * _BATCH_BYTES // max(1, table.nbytes))
         with pyarrow.OSFile(str(target), "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as writer:
-            writer.write_table(table)
+            writer.write_table(table, max_chunksize=rows)
 
     def read(self, place: _Place, path: str | Path) -> dict[str, Any]:
-        pyarrow = _require("pyarrow", "pyarrow")
-        with pyarrow.memory_map(str(path)) as file:
-            table = pyarrow.ipc.open_file(file).read_all()
-            return dict(table.slice(place.offset - place.piece.start, 1).to_pylist()[0])
+        reader, rows = _open_row_group(str(path))
+        number, row = divmod(place.offset - place.piece.start, rows)
+        return dict(reader.get_batch(number).slice(row, 1).to_pylist()[0])
+
+
+# Opening takes ten times as long as reading a row. Row groups of all lanes of a rank are in use at once.
+@lru_cache(maxsize=256)
+def _open_row_group(path: str) -> tuple[Any, int]:
+    """Return the reader of a fetched row group, and the rows of its batches; the last may have fewer."""
+    pyarrow = _require("pyarrow", "pyarrow")
+    reader = pyarrow.ipc.open_file(pyarrow.OSFile(path))
+    return reader, reader.get_batch(0).num_rows
 
 
 @lru_cache(maxsize=16)
@@ -527,6 +540,7 @@ class ShardedDataset(Dataset[Any]):
         lane, window = place.lane
         if self._order is not None and not self._is_direct and self._ahead.get(lane) != (self._epoch, window):
             self._ahead[lane] = self._epoch, window
+            _open_row_group.cache_clear()  # files that were removed since keep their space while they are open
             # A daemon, because the process may end while it fetches.
             what = self._order, self._epoch, lane, window
             threading.Thread(target=self._fetch, args=what, daemon=True, name=_AHEAD).start()

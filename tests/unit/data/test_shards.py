@@ -1,5 +1,6 @@
 """Data sets in shards: formats, their order, and what is read of them."""
 
+import contextlib
 import fcntl
 import io
 import itertools
@@ -438,6 +439,47 @@ def test_a_row_group_is_decoded_once_for_all_processes(tmp_path, monkeypatch):
     assert loaded(data, data.make_order(8, 0, drop_last=False), workers=2) == steps(order(num_lanes=8))
     names = fetched.read_text().split()
     assert len(names) == len({*names}) == 2 + 3 + 3 + 4
+
+
+def test_rows_of_any_type_are_read_in_batches(tmp_path, monkeypatch):
+    import pyarrow
+    from pyarrow import parquet
+
+    monkeypatch.setattr(shards, "_BATCH_BYTES", 40)
+    rows = [
+        {"list": [number] * (number % 5), "kind": f"k{number % 3}", "none": None if number % 2 else {"x": 0.5 * number}}
+        for number in range(50)
+    ]
+    table = pyarrow.Table.from_pylist(rows)
+    table = table.set_column(1, "kind", table["kind"].dictionary_encode())
+    parquet.write_table(table, tmp_path / "0.parquet", row_group_size=20)
+    data = lockstep.ShardedDataset(tmp_path / "0.parquet", cache_dir=tmp_path / "cache")
+    assert [*data] == rows
+    (piece,) = (tmp_path / "cache/pieces").glob("*-0-20")
+    assert 1 < shards._open_row_group(str(piece))[1] < 20
+
+
+def test_row_groups_that_were_removed_are_closed_with_their_window(tmp_path):
+    write_parquet(tmp_path / "0.parquet", list(range(40)))
+    data = lockstep.ShardedDataset(tmp_path / "0.parquet", window=5, lanes=1, cache_dir=tmp_path / "cache")
+    made = data.make_order(6, 0, drop_last=False)
+    data[0]
+    (piece,) = (tmp_path / "cache/pieces").glob("*-0-4")
+    shards._open_row_group(str(piece))
+    piece.unlink()
+    opened = f"{piece} (deleted)"
+    assert opened in open_files()
+    data[int(made.indices(0, np.array([20]))[0])]
+    assert opened not in open_files()
+    _join_threads()
+
+
+def open_files():
+    found = []
+    for link in os.scandir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.readlink(link.path))
+    return found
 
 
 def test_what_follows_is_fetched_ahead(tmp_path, monkeypatch):
