@@ -307,9 +307,8 @@ def throughput(folder: Path, rounds: int, num_batches: int) -> dict[str, Any]:
     """Print and return the tables of one rank, by the number of its loader processes."""
     tables = {}
     for workers in (0, 1, 2):
-        print(
-            f"\nan epoch from its begin: 1 rank x {workers} loader processes, {num_batches} batches of {BATCH} or {MAX_S:g} s"
-        )
+        length = f"{num_batches} batches of {BATCH} or {MAX_S:g} s"
+        print(f"\nan epoch from its begin: 1 rank x {workers} loader processes, {length}")
         figures = {"samples_s": "samples/s", "first_s": "first batch, s"}
         how = {"num_ranks": 1, "workers": workers, "num_batches": num_batches}
         tables[f"{workers} workers"] = compare(folder, rounds, 0, figures, **how)
