@@ -6,11 +6,18 @@ Reading: an epoch on 1 to 4 ranks with 2 loader processes each, from a store tha
 digest is of all global batches: it must not depend on the number of ranks. Not counted are the headers of the tar
 files, which are read once more for the index.
 
+Throughput: one rank with 0, 1 and 2 loader processes reads the shuffled epoch of local files from its begin. The table
+has its samples a second after the first batch, the seconds to the first batch, without imports, and the processor time
+of the rank without its loader processes, which depends less on other work of the machine. The index of a ShardedDataset
+was made before, as MosaicML's was by its writer.
+
 Resume and memory: 2 processes stand for 2 ranks, with 2 loader processes each. Each continues at a quarter of an epoch
-of local files. The table has the seconds to the first batch (of the slower rank), without imports, and the memory of
-ranks and loader processes together after 8 more batches: PSS, in which shared pages count once. `datasets` skips, which
-reads what was before; MosaicML Streaming loads its state; the index of a ShardedDataset was made before. A peer that
-is not installed is left out.
+of local files. The table has the seconds to the first batch (of the slower rank), and the memory of ranks and loader
+processes together after 8 more batches: PSS, in which shared pages count once. `datasets` and WebDataset skip, which
+reads what was before; MosaicML Streaming loads its state.
+
+Medians; behind each peer's, its figure divided by ours of the same files in the same round, with the range of the
+median. The contenders take turns, each in new processes. A peer that is not installed is left out.
 
 Usage: python bench/shards.py [--quick] [--rounds N] [--json FILE]
 """
@@ -21,11 +28,11 @@ import itertools
 import json
 import os
 import socket
-import statistics
 import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -40,13 +47,17 @@ import psutil
 import torch
 from fsspec.implementations.local import LocalFileSystem
 
-from bench.harness import parser, record
-from lockstep.data.loader import LoadOptions, load, train_requests
+from bench.harness import order_of_round, parser, record
+from lockstep.data import shards
+from lockstep.data.loader import LoadOptions, MicroBatch, load, train_requests
 from lockstep.data.order import BatchSplit
 from lockstep.data.shards import ShardedDataset
+from lockstep.study.common import Spread, paired_ratio
 
 SAMPLE_BYTES, BATCH, WORKERS, NUM_RANKS, NUM_BATCHES = 8192, 96, 2, 2, 8
+MAX_S = 5.0  # after which a slow contender reads no more batches
 MIB = 2**20
+Start = Callable[[Path, int, int], Iterator[Any]]  # from folder, step and number of loader processes
 
 
 def write(folder: Path, num_shards: int, samples_of_shard: int) -> None:
@@ -114,6 +125,7 @@ def epoch_of(folder: Path, num_ranks: int, rank: int) -> tuple[list[list[int]], 
 def reading(folder: Path) -> list[dict[str, Any]]:
     """Print and return what each rank reads of an epoch."""
     fsspec.register_implementation("counted", CountingFileSystem, clobber=True)
+    shards._fetching_ahead = lambda _pid: threading.Semaphore(0)  # otherwise parts of the next epoch would count, too
     index = ShardedDataset(f"{folder}/tar/*.tar", cache_dir=folder / "cache")
     total = int(index._index.num_bytes.sum())
     print(f"\nan epoch of {len(index):,} samples, {total / MIB:.0f} MiB in tar files, from an object store")
@@ -128,39 +140,57 @@ def reading(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-# --- resume and memory: these run in a process for each rank
+# --- throughput, resume and memory: these run in a process for each rank
 
 
-def ours(kind: str) -> Callable[[Path, int], Iterator[Any]]:
+def rank_and_batch() -> tuple[int, int, int]:
+    """Return rank, number of ranks, and samples of a rank's batch."""
+    num_ranks = int(os.environ["WORLD_SIZE"])
+    return int(os.environ["RANK"]), num_ranks, BATCH // num_ranks
+
+
+def ours(kind: str) -> Start:
     """Return what loads as `fit` does."""
 
-    def start(folder: Path, step: int) -> Iterator[Any]:
-        rank = int(os.environ["RANK"])
-        data = ShardedDataset(f"{folder}/{kind}/*.{kind}", decode=decode, cache_dir=folder / "cache")
+    def start(folder: Path, step: int, workers: int) -> Iterator[Any]:
+        rank, num_ranks, _ = rank_and_batch()
+        given = f"{folder}/mds" if kind == "mds" else f"{folder}/{kind}/*.{kind}"
+        data = ShardedDataset(given, decode=decode, cache_dir=folder / "cache")
         order = data.make_order(BATCH, 0, drop_last=False)
-        split = BatchSplit(NUM_RANKS, range(rank, rank + 1), 1, None, order.num_lanes)
-        return load(data, train_requests(order, split, step), LoadOptions(None, WORKERS, pin_memory=False), seed=0)
+        split = BatchSplit(num_ranks, range(rank, rank + 1), 1, None, order.num_lanes)
+        options = LoadOptions(None, workers, pin_memory=False)
+        return load(data, train_requests(order, split, step), options, seed=0, epochs=[data])
 
     return start
 
 
-def hugging_face(folder: Path, step: int) -> Iterator[Any]:
+def hugging_face(folder: Path, step: int, workers: int) -> Iterator[Any]:
     """Load a stream of Parquet files that is divided by node."""
     import datasets
     from datasets.distributed import split_dataset_by_node
 
+    rank, num_ranks, size = rank_and_batch()
     stream = datasets.load_dataset(
         "parquet", data_files=f"{folder}/parquet/*.parquet", streaming=True, split="train", cache_dir=f"{folder}/hf"
     )
-    stream = split_dataset_by_node(stream.shuffle(seed=0, buffer_size=1000), int(os.environ["RANK"]), NUM_RANKS)
+    stream = split_dataset_by_node(stream.shuffle(seed=0, buffer_size=1000), rank, num_ranks)
     # Each loader process skips so many.
-    stream = stream.skip(step * BATCH // NUM_RANKS // WORKERS).map(
-        lambda row: dict(zip("xy", decode(row), strict=True))
-    )
-    return iter(torch.utils.data.DataLoader(stream, BATCH // NUM_RANKS, num_workers=WORKERS))
+    stream = stream.skip(step * size // max(workers, 1)).map(lambda row: dict(zip("xy", decode(row), strict=True)))
+    return iter(torch.utils.data.DataLoader(stream, size, num_workers=workers))
 
 
-def mosaic(folder: Path, step: int) -> Iterator[Any]:
+def webdataset(folder: Path, step: int, workers: int) -> Iterator[Any]:
+    """Load tar files that are divided by node."""
+    import webdataset as wds
+
+    _, _, size = rank_and_batch()
+    paths = sorted(map(str, (folder / "tar").glob("*.tar")))
+    data = wds.WebDataset(paths, shardshuffle=len(paths), seed=0, nodesplitter=wds.split_by_node)
+    batches = data.shuffle(1000).map(decode).batched(size)
+    return itertools.islice(iter(wds.WebLoader(batches, batch_size=None, num_workers=workers)), step, None)
+
+
+def mosaic(folder: Path, step: int, workers: int) -> Iterator[Any]:
     """Load MDS."""
     from streaming import StreamingDataLoader, StreamingDataset
 
@@ -168,19 +198,24 @@ def mosaic(folder: Path, step: int) -> Iterator[Any]:
         def __getitem__(self, at: int) -> Any:
             return decode(super().__getitem__(at))
 
-    size = BATCH // NUM_RANKS
+    _, _, size = rank_and_batch()
     data = Decoded(local=str(folder / "mds"), shuffle=True, batch_size=size)
-    loader = StreamingDataLoader(data, batch_size=size, num_workers=WORKERS)
-    loader.load_state_dict(data.state_dict(step * BATCH, False))
+    loader = StreamingDataLoader(data, batch_size=size, num_workers=workers)
+    if step:
+        loader.load_state_dict(data.state_dict(step * BATCH, False))
     return iter(loader)
 
 
-CONTENDERS: dict[str, tuple[str, Callable[[Path, int], Iterator[Any]]]] = {
+CONTENDERS: dict[str, tuple[str, Start]] = {
     "ShardedDataset, tar": ("lockstep", ours("tar")),
-    "ShardedDataset, Parquet": ("lockstep", ours("parquet")),
-    "datasets, Parquet, skip": ("datasets", hugging_face),
+    "WebDataset, tar": ("webdataset", webdataset),
+    "ShardedDataset, MDS": ("streaming", ours("mds")),
     "MosaicML Streaming, MDS": ("streaming", mosaic),
+    "ShardedDataset, Parquet": ("lockstep", ours("parquet")),
+    "datasets, Parquet": ("datasets", hugging_face),
 }
+# Each peer, and ours of the same files.
+PAIRS = list(zip(list(CONTENDERS)[::2], list(CONTENDERS)[1::2], strict=True))
 
 
 def pss(process: psutil.Process) -> float:
@@ -189,36 +224,47 @@ def pss(process: psutil.Process) -> float:
     return next(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")) / 1024
 
 
-def run_rank(name: str, folder: Path, step: int) -> None:
-    """Load a few batches as one rank, and print what it took."""
+def run_rank(name: str, folder: Path, step: int, workers: int, num_batches: int) -> None:
+    """Load batches as one rank, and print what it took."""
     warnings.simplefilter("ignore")
     for module in ("pyarrow.parquet", CONTENDERS[name][0]):
         import_module(module)
     begin = time.perf_counter()
-    batches = CONTENDERS[name][1](folder, step)
+    batches = CONTENDERS[name][1](folder, step, workers)
     next(batches)
-    first_s = time.perf_counter() - begin
-    for _ in range(NUM_BATCHES):
-        next(batches)
+    first, cpu = time.perf_counter(), time.process_time()
+    size, seconds = 0, 0.0
+    while num_batches and seconds < MAX_S:
+        size, num_batches = size + len(batch_of(next(batches))), num_batches - 1
+        seconds = time.perf_counter() - first
+    rate, cpu_us = size / seconds, (time.process_time() - cpu) / size * 1e6
     me = psutil.Process()
-    print(json.dumps({"first_s": first_s, "pss": sum(pss(each) for each in (me, *me.children(recursive=True)))}))
+    memory = sum(pss(each) for each in (me, *me.children(recursive=True)))
+    print(json.dumps({"first_s": first - begin, "samples_s": rate, "cpu_us": cpu_us, "pss": memory}))
     sys.stdout.flush()
     sys.stdin.read()  # until all have measured
     os._exit(0)
 
 
-def resume_once(name: str, folder: Path, step: int) -> dict[str, float]:
-    """Return seconds to the first batch of the slowest rank, and MiB of all."""
+def batch_of(loaded: Any) -> torch.Tensor:
+    """Return the first tensor of what a loader returned."""
+    batch = loaded.batches[0] if isinstance(loaded, MicroBatch) else loaded
+    tensor: torch.Tensor = batch["x"] if isinstance(batch, dict) else batch[0]
+    return tensor
+
+
+def run_once(name: str, folder: Path, step: int, *, num_ranks: int, workers: int, num_batches: int) -> dict[str, float]:
+    """Return seconds to the first batch of the slowest rank; samples a second, and MiB, of all."""
     with socket.socket() as chosen:
         chosen.bind(("127.0.0.1", 0))
         port = chosen.getsockname()[1]
-    shared = {"WORLD_SIZE": f"{NUM_RANKS}", "LOCAL_WORLD_SIZE": f"{NUM_RANKS}", "MASTER_PORT": f"{port}"}
+    shared = {"WORLD_SIZE": f"{num_ranks}", "LOCAL_WORLD_SIZE": f"{num_ranks}", "MASTER_PORT": f"{port}"}
     ranks = []
-    for rank in range(NUM_RANKS):
+    for rank in range(num_ranks):
         env = {**os.environ, **shared, "MASTER_ADDR": "127.0.0.1", "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
-        words = [sys.executable, "-m", "bench.shards", "--rank", name, str(folder), str(step)]
+        words = [sys.executable, "-m", "bench.shards", "--rank", name, str(folder), str(step), f"{workers}"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        ranks.append(subprocess.Popen(words, env=env, text=True, **pipes))  # type: ignore[call-overload]
+        ranks.append(subprocess.Popen([*words, f"{num_batches}"], env=env, text=True, **pipes))  # type: ignore[call-overload]
     found = []
     for process in ranks:
         line = ""
@@ -228,35 +274,63 @@ def resume_once(name: str, folder: Path, step: int) -> dict[str, float]:
         found.append(json.loads(line))
     for process in ranks:
         process.communicate()
-    return {"first_s": max(each["first_s"] for each in found), "pss": sum(each["pss"] for each in found)}
+    together = {key: sum(each[key] for each in found) for key in ("samples_s", "cpu_us", "pss")}
+    return {"first_s": max(each["first_s"] for each in found), **together}
+
+
+def compare(
+    folder: Path, rounds: int, step: int, figures: dict[str, str], **how: int
+) -> dict[str, list[dict[str, float]]]:
+    """Print and return a table: medians of ``figures``, and each peer's divided by ours in the same round."""
+    present = [name for name, (module, _) in CONTENDERS.items() if find_spec(module)]
+    rows: dict[str, list[dict[str, float]]] = {name: [] for name in present}
+    for index in range(rounds):
+        for name in order_of_round(present, index):
+            rows[name].append(run_once(name, folder, step, **how))
+    print(f"  {'':26}" + "".join(f"{title:>34}" for title in figures.values()))
+    for pair in PAIRS:
+        for name in pair:
+            if name not in rows:
+                print(f"  {name:26}  left out: {CONTENDERS[name][0]} is not installed")
+                continue
+            line = f"  {name:26}"
+            for key in figures:
+                values, of_ours = ([each[key] for each in rows[which]] for which in (name, pair[0]))
+                ratio = paired_ratio(values, of_ours)
+                compared = f" x{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})" * (name != pair[0])
+                median = Spread.of(values).median
+                line += f"{median:{'11.2f' if median < 100 else '11,.0f'}}{compared:<23}"
+            print(line.rstrip(), flush=True)
+    return rows
+
+
+def throughput(folder: Path, rounds: int, num_batches: int) -> dict[str, Any]:
+    """Print and return the tables of one rank, by the number of its loader processes."""
+    tables = {}
+    for workers in (0, 1, 2):
+        length = f"{num_batches} batches of {BATCH} or {MAX_S:g} s"
+        print(f"\nan epoch from its begin: 1 rank x {workers} loader processes, {length}")
+        figures = {"samples_s": "samples/s", "first_s": "first batch, s", "cpu_us": "CPU of the rank, us/sample"}
+        how = {"num_ranks": 1, "workers": workers, "num_batches": num_batches}
+        tables[f"{workers} workers"] = compare(folder, rounds, 0, figures, **how)
+    return tables
 
 
 def resume(folder: Path, rounds: int, step: int) -> dict[str, Any]:
     """Print and return the table of the resume."""
-    print(f"\na resume at step {step} of local files, {NUM_RANKS} ranks x {WORKERS} loader processes, {rounds} rounds")
-    print(f"  {'':26}{'first batch, s':>16}{'PSS, MiB':>12}")
-    present = [name for name, (module, _) in CONTENDERS.items() if find_spec(module)]
-    rows: dict[str, list[dict[str, float]]] = {name: [] for name in present}
-    for _ in range(rounds):
-        for name in present:
-            rows[name].append(resume_once(name, folder, step))
-    for name in CONTENDERS:
-        if name not in rows:
-            print(f"  {name:26}  not installed")
-            continue
-        first, memory = (statistics.median(each[key] for each in rows[name]) for key in ("first_s", "pss"))
-        print(f"  {name:26}{first:16.2f}{memory:12.0f}")
-    return rows
+    print(f"\na resume at step {step} of local files, {NUM_RANKS} ranks x {WORKERS} loader processes")
+    how = {"num_ranks": NUM_RANKS, "workers": WORKERS, "num_batches": NUM_BATCHES}
+    return compare(folder, rounds, step, {"first_s": "first batch, s", "pss": "PSS, MiB"}, **how)
 
 
 def main() -> None:
     """Write the files, measure, print the tables."""
-    made = parser(__doc__, 3)
-    made.add_argument("--rank", nargs=3, metavar=("NAME", "FOLDER", "STEP"), help="internal")
+    made = parser(__doc__, 5)
+    made.add_argument("--rank", nargs=5, metavar=("NAME", "FOLDER", "STEP", "WORKERS", "BATCHES"), help="internal")
     args = made.parse_args()
     torch.set_num_threads(1)
     if args.rank:
-        run_rank(args.rank[0], Path(args.rank[1]), int(args.rank[2]))
+        run_rank(args.rank[0], Path(args.rank[1]), *map(int, args.rank[2:]))
         return
     num_shards, samples_of_shard = (8, 300) if args.quick else (32, 1500)
 
@@ -265,7 +339,9 @@ def main() -> None:
             folder = Path(name)
             write(folder, num_shards, samples_of_shard)
             step = num_shards * samples_of_shard // BATCH // 4
-            return {"reading": reading(folder), "resume": resume(folder, 1 if args.quick else args.rounds, step)}
+            rounds, num_batches = (1, 20) if args.quick else (args.rounds, 200)
+            found = {"reading": reading(folder), "throughput": throughput(folder, rounds, num_batches)}
+            return {**found, "resume": resume(folder, rounds, step)}
 
     record(args.json, measure)
 

@@ -3,9 +3,10 @@
 [Note: pieces]
 Each shard is divided into pieces: the row groups of a Parquet file, and about `_PIECE_BYTES` of another. Local files
 whose samples can be read one by one are read directly. Other pieces are fetched into a folder that all processes of a
-machine share: one process fetches a piece and the others wait for it. A row group is decoded there, and mapped into the
-memory of its readers. Threads fetch ahead what follows in the order. A piece ends where a lane of the order ends, since
-another rank reads the rest. Only a row group cannot be divided: both ranks read it if a lane ends in it.
+machine share: one process fetches a piece and the others wait for it. A row group is decoded there, into small batches
+of which readers read one for each row. Threads fetch ahead what follows in the order. A piece ends where a lane of the
+order ends, since another rank reads the rest. Only a row group cannot be divided: both ranks read it if a lane ends in
+it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import io
 import json
 import os
 import re
-import secrets
+import sys
 import tarfile
 import tempfile
 import threading
@@ -28,6 +29,7 @@ from hashlib import blake2b
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +45,9 @@ _Numbers = NDArray[np.int64]
 
 # A request to an object store takes as long as the transfer of some MiB.
 _PIECE_BYTES = 8 << 20
+
+# Bytes of a column that are read for a row of Parquet.
+_BATCH_BYTES = 16 << 10
 
 # Threads that index shards, and threads of each process that fetch pieces ahead.
 _NUM_INDEXING, _NUM_AHEAD = 16, 2
@@ -95,7 +100,7 @@ class _Place(NamedTuple):
         offset: Number of the sample in the shard.
         piece: Samples of its piece.
         name: The name of the piece in the cache.
-        lane: Number of its lane, and positions of its window and of the next in the order.
+        lane: Number of its lane, and of its window in the lane.
     """
 
     store: Any
@@ -104,7 +109,7 @@ class _Place(NamedTuple):
     offset: int
     piece: range
     name: str
-    lane: tuple[int, range]
+    lane: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -130,12 +135,15 @@ class _ByteFormat:
         begin, end = int(place.bounds[place.piece.start]), int(place.bounds[place.piece.stop])
         target.write_bytes(_whole(place.store.cat_file(place.path, start=begin, end=end), begin, end))
 
-    def read(self, place: _Place, path: Path) -> dict[str, Any]:
+    def read(self, place: _Place, path: str | Path) -> dict[str, Any]:
         """Return a sample from a local file: the shard itself, or a piece of it."""
         begin, end = place.bounds[place.offset : place.offset + 2].tolist()
-        base = 0 if str(path) == place.path else int(place.bounds[place.piece.start])
-        with path.open("rb") as file:
-            data = os.pread(file.fileno(), end - begin, begin - base)
+        base = 0 if path == place.path else int(place.bounds[place.piece.start])
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            data = os.pread(file, end - begin, begin - base)
+        finally:
+            os.close(file)
         return self.parse(_whole(data, begin, end))
 
 
@@ -151,29 +159,72 @@ _MDS_COLUMNS = "column_names", "column_encodings", "column_sizes"
 _KEY = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)")
 
 
+def _tar_files(file: Any, end: bytes) -> Iterator[tuple[str, int, int, int]]:
+    """Yield the name, the begin, the begin of the content, and the size of each file of an archive.
+
+    Links, folders and devices are left out, as in webdataset. Plain headers are read here, in a fifth of the time of
+    `tarfile`, which reads the archive from the first other header on.
+
+    Args:
+        file: The archive, or a part of it.
+        end: What follows the last file.
+    """
+    at = 0
+    while (plain := _plain_header(file.read(tarfile.BLOCKSIZE))) is not None:
+        name, size = plain
+        yield name, at, at + tarfile.BLOCKSIZE, size
+        at += tarfile.BLOCKSIZE + _padded(size)
+        file.seek(at)
+    file.seek(at)
+    if not at or file.read(tarfile.BLOCKSIZE) != end:
+        file.seek(at)
+        with tarfile.open(fileobj=file, mode="r:") as tar:
+            for member in tar:
+                if member.issparse():
+                    raise ValueError(f"{member.name} is a sparse file; write the archive without --sparse")
+                if member.isfile():
+                    yield member.name, member.offset, member.offset_data, member.size
+            file.seek(tar.offset)
+            if file.read(tarfile.BLOCKSIZE) != end:  # tarfile does not check it
+                raise EOFError(f"at byte {tar.offset} there is neither a file nor the end of the archive")
+
+
+def _plain_header(header: bytes) -> tuple[str, int] | None:
+    """Return the name and the size of a file; None if the header is of anything else, or has extensions."""
+    if len(header) < tarfile.BLOCKSIZE or header[156:157] not in (b"0", b"\0") or header[345]:
+        return None
+    try:
+        size, checksum = (int(field.partition(b"\0")[0], 8) for field in (header[124:136], header[148:156]))
+    except ValueError:
+        return None
+    if sum(header) - sum(header[148:156]) + 8 * ord(" ") != checksum:
+        return None
+    return os.fsdecode(header[:100].partition(b"\0")[0]), size
+
+
+def _padded(size: int) -> int:
+    return -(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+
+
 def _index_tar(store: Any, path: str) -> tuple[int, _Numbers, int]:
     """Consecutive files with the same key are a sample, as in webdataset."""
     starts, key, end = [], None, 0
-    with store.open(path, "rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
-        for member in tar:
-            if member.isfile() and (match := _KEY.fullmatch(member.name)):
+    with store.open(path, "rb") as file:
+        for name, start, begin, size in _tar_files(file, bytes(tarfile.BLOCKSIZE)):
+            if match := _KEY.fullmatch(name):
                 if match[1] != key:
-                    starts.append(member.offset)
-                key, end = match[1], tar.offset
-        file.seek(tar.offset)
-        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile does not check it
-            raise EOFError(f"at byte {tar.offset} there is neither a file nor the end of the archive")
+                    starts.append(start)
+                key, end = match[1], begin + _padded(size)
     return len(starts), np.array([*starts, end]), end
 
 
 def _parse_tar(data: bytes) -> dict[str, Any]:
     sample: dict[str, Any] = {}
-    with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
-        while (member := tar.next()) is not None:
-            if (match := _KEY.fullmatch(member.name)) and (content := tar.extractfile(member)) is not None:
-                if sample.setdefault("__key__", match[1]) != match[1]:
-                    raise ValueError(f"{member.name} is not a file of sample {sample['__key__']}")
-                sample[match[2].lower()] = content.read()
+    for name, _, begin, size in _tar_files(io.BytesIO(data), b""):
+        if match := _KEY.fullmatch(name):
+            if sample.setdefault("__key__", match[1]) != match[1]:
+                raise ValueError(f"{name} is not a file of sample {sample['__key__']}")
+            sample[match[2].lower()] = _whole(data[begin : begin + size], begin, begin + size)
     return sample
 
 
@@ -200,14 +251,23 @@ class _Parquet:
         with place.store.open(place.path, "rb") as file:
             opened = parquet.ParquetFile(file, metadata=_footer(place.store, place.path), pre_buffer=True)
             table = opened.read_row_group(number, columns=self.columns, use_threads=False).combine_chunks()
+        rows = max(1, table.num_rows * table.num_columns * _BATCH_BYTES // max(1, table.nbytes))
         with pyarrow.OSFile(str(target), "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as writer:
-            writer.write_table(table)
+            writer.write_table(table, max_chunksize=rows)
 
-    def read(self, place: _Place, path: Path) -> dict[str, Any]:
-        pyarrow = _require("pyarrow", "pyarrow")
-        with pyarrow.memory_map(str(path)) as file:
-            table = pyarrow.ipc.open_file(file).read_all()
-            return dict(table.slice(place.offset - place.piece.start, 1).to_pylist()[0])
+    def read(self, place: _Place, path: str | Path) -> dict[str, Any]:
+        reader, rows = _open_row_group(str(path))
+        number, row = divmod(place.offset - place.piece.start, rows)
+        return dict(reader.get_batch(number).slice(row, 1).to_pylist()[0])
+
+
+# Opening takes ten times as long as reading a row. Row groups of all lanes of a rank are in use at once.
+@lru_cache(maxsize=256)
+def _open_row_group(path: str) -> tuple[Any, int]:
+    """Return the reader of a fetched row group, and the rows of its batches; the last may have fewer."""
+    pyarrow = _require("pyarrow", "pyarrow")
+    reader = pyarrow.ipc.open_file(pyarrow.OSFile(path))
+    return reader, reader.get_batch(0).num_rows
 
 
 @lru_cache(maxsize=16)
@@ -276,22 +336,27 @@ class _Index(NamedTuple):
     num_bytes: _Numbers
 
 
-def _load_index(path: Path, store: Any, paths: Sequence[str], made_by: _Format) -> _Index:
-    """Return the index in a file. If there is none, read the headers of all shards, and write it."""
+def _make_index(store: Any, paths: Sequence[str], made_by: _Format, target: Path) -> None:
+    """Read the headers of all shards, and write the index to a file."""
 
     def index(shard: str) -> tuple[int, _Numbers, int]:
         with _naming(shard):
             return made_by.index(store, shard)
 
-    with contextlib.suppress(OSError, ValueError, LookupError, EOFError), np.load(path) as saved:
-        return _Index(*(saved[name] for name in _Index._fields))
     with ThreadPoolExecutor(_NUM_INDEXING) as pool:
         sizes, bounds, num_bytes = zip(*pool.map(index, paths), strict=True)
     made = _Index(np.array(sizes), np.concatenate(bounds), np.cumsum([*map(len, bounds)]), np.array(num_bytes))
-    temporary = path.with_name(f"{path.stem}-{secrets.token_hex(8)}.npz")
-    np.savez(temporary, **made._asdict())
-    temporary.replace(path)
-    return made
+    with target.open("wb") as file:
+        np.savez(file, **made._asdict())
+
+
+def _read_index(path: Path) -> _Index:
+    try:
+        with path.open("rb") as file, np.load(file) as saved:
+            return _Index(*(saved[name] for name in _Index._fields))
+    except (ValueError, LookupError, EOFError, BadZipFile) as error:  # as after a crash of the machine
+        path.unlink(missing_ok=True)
+        raise FileNotFoundError(path) from error  # it is made again
 
 
 # --- The cache
@@ -309,11 +374,15 @@ class _PieceCache:
         self._folder, self._max_bytes = folder, max_bytes
 
     def read(self, name: str, fetch: Callable[[Path], None], read: Callable[[Path], T]) -> T:
-        """Return what ``read`` makes of a file. Blocks until it is fetched."""
+        """Return what ``read`` makes of a file. Blocks until it is fetched.
+
+        If the fetch fails in one process, those that waited try it themselves, and get the error, too.
+        """
         path = self._folder / name
         while True:
             with contextlib.suppress(FileNotFoundError):  # also if it was removed after it was fetched
-                os.utime(path)
+                with contextlib.suppress(PermissionError):  # it belongs to another user
+                    os.utime(path)
                 return read(path)
             self.fetch(name, fetch)
 
@@ -322,7 +391,7 @@ class _PieceCache:
         path, part = self._folder / name, self._folder / f"{name}.part"
         if path.exists():
             return
-        file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(file, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Otherwise who had the lock before has renamed the file, which may have been removed since, or failed.
@@ -341,12 +410,17 @@ class _PieceCache:
             os.close(file)
 
     def _remove_oldest(self) -> None:
-        """Remove the least recently used files beyond the limit."""
+        """Remove the least recently used files beyond the limit, and what killed processes were fetching."""
         files = []
         for path in self._folder.iterdir():
-            with contextlib.suppress(FileNotFoundError):
-                state = path.stat()
-                if path.suffix != ".part":
+            with contextlib.suppress(OSError):  # it is gone, is being fetched, or belongs to another user
+                if path.suffix == ".part":
+                    with path.open("rb") as file:
+                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # who fetches has the lock
+                        if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                            path.unlink()
+                else:
+                    state = path.stat()
                     files.append((state.st_mtime_ns, state.st_size, path))
         excess = sum(size for _, size, _ in files) - self._max_bytes
         for _, size, path in sorted(files)[:-1]:  # never the one that was just fetched
@@ -416,14 +490,16 @@ class ShardedDataset(Dataset[Any]):
             raise ConfigurationError(f"{folder} belongs to another user.\nName another folder as cache_dir.")
         version = json.dumps([columns, *((path, store.ukey(path)) for path in paths)])
         self._version = blake2b(version.encode(), digest_size=8).hexdigest()
-        self._index = _load_index(folder / f"index-{self._version}.npz", store, paths, self._format)
+        # Of the ranks of a machine, one makes the index, and the others wait and read it.
+        make = partial(_make_index, store, paths, self._format)
+        self._index = _PieceCache(folder, sys.maxsize).read(f"index-{self._version}.npz", make, _read_index)
         self._ends = np.cumsum(self._index.sizes)
         if not len(self):
             raise ConfigurationError(f"There are no samples in {paths[0]}, or in others.\nGive shards with samples.")
         protocols = [store.protocol] if isinstance(store.protocol, str) else store.protocol
         self._is_direct = isinstance(self._format, _ByteFormat) and "file" in protocols
         self._order: ShardOrder | None = None
-        self._epoch, self._ahead = 0, dict[int, range]()
+        self._epoch, self._ahead = 0, dict[int, tuple[int, int]]()  # of each lane, the epoch and the window
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -461,16 +537,18 @@ class ShardedDataset(Dataset[Any]):
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         place = self._place(index % len(self), self._epoch)
-        lane, ahead = place.lane
-        if self._ahead.get(lane, range(0)) != ahead:
-            self._ahead[lane] = ahead
+        lane, window = place.lane
+        if self._order is not None and not self._is_direct and self._ahead.get(lane) != (self._epoch, window):
+            self._ahead[lane] = self._epoch, window
+            _open_row_group.cache_clear()  # files that were removed since keep their space while they are open
             # A daemon, because the process may end while it fetches.
-            threading.Thread(target=self._fetch, args=(self._epoch, ahead), daemon=True, name=_AHEAD).start()
+            what = self._order, self._epoch, lane, window
+            threading.Thread(target=self._fetch, args=what, daemon=True, name=_AHEAD).start()
         byte = int(place.bounds[place.offset]) if self._format.has_bytes else None
         where = f" at {f'row {place.offset}' if byte is None else f'byte {byte}'}, for sample {index}"
         with _naming(place.path, where, offset=byte, sample=index):
             if self._is_direct:
-                sample = self._format.read(place, Path(place.path))
+                sample = self._format.read(place, place.path)
             else:
                 fetch, read = partial(self._format.fetch, place), partial(self._format.read, place)
                 sample = self._cache.read(place.name, fetch, read)
@@ -485,29 +563,34 @@ class ShardedDataset(Dataset[Any]):
         size, stop = int(self._index.sizes[number]), int(self._index.ends[number])
         bounds = self._index.bounds[int(self._index.ends[number - 1]) if number else 0 : stop]
         offset = index - int(self._ends[number]) + size
-        piece, lane, ahead = self._format.piece(bounds, offset), 0, range(0)
+        piece, lane, window = self._format.piece(bounds, offset), 0, 0
         if self._order is not None and not self._is_direct:
             # In the sequence of the epoch: where the shard begins, and where the lane of the sample does and ends.
             start = int(shard_sequence(self._order, epoch)[1][number])
             lane = int(np.searchsorted(self._order.lane_starts, start + offset, side="right")) - 1
             begin, end = self._order.lane_starts[lane : lane + 2].tolist()
-            window = (start + offset - begin) // self._window * self._window + begin
-            ahead = range(window, min(window + 2 * self._window, end))
+            window = (start + offset - begin) // self._window
             if self._format.has_bytes:
                 piece = range(max(begin - start, piece.start), min(end - start, piece.stop))
         name = f"{self._version}-{number}-{piece.start}-{piece.stop}"
         store = _store_of(self._url, os.getpid())
-        return _Place(store, str(self._paths[number]), bounds, offset, piece, name, (lane, ahead))
+        return _Place(store, str(self._paths[number]), bounds, offset, piece, name, (lane, window))
 
-    def _fetch(self, epoch: int, positions: range) -> None:
-        """Fetch the pieces at ``positions`` of the sequence of ``epoch``."""
-        assert self._order is not None
-        position = positions.start
+    def _fetch(self, order: ShardOrder, epoch: int, lane: int, window: int) -> None:
+        """Fetch the pieces of a window and of the next, which after the last of an epoch is the first of the next."""
+        begin, end = order.lane_starts[lane : lane + 2].tolist()
+        start = begin + window * self._window
+        stop = start + 2 * self._window
+        parts = [(epoch, start, min(stop, end))]
+        if stop - self._window >= end:
+            parts += [(epoch + 1, begin, min(begin + self._window, end))]
         with _fetching_ahead(os.getpid()), contextlib.suppress(Exception):  # who needs the piece gets the error
-            while position < positions.stop and epoch == self._epoch:
-                place = self._place(int(self._order.indices(epoch, np.array([position]))[0]), epoch)
-                self._cache.fetch(place.name, partial(self._format.fetch, place), waits=False)
-                position += place.piece.stop - place.offset
+            for epoch_of_part, position, stop in parts:
+                while position < stop and self._epoch in (epoch, epoch_of_part):
+                    index = int(order.indices(epoch_of_part, np.array([position]))[0])
+                    place = self._place(index, epoch_of_part)
+                    self._cache.fetch(place.name, partial(self._format.fetch, place), waits=False)
+                    position += place.piece.stop - place.offset
 
 
 _AHEAD = "lockstep-shards"  # the name of the threads

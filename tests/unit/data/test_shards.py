@@ -1,10 +1,15 @@
 """Data sets in shards: formats, their order, and what is read of them."""
 
+import contextlib
 import fcntl
+import io
 import itertools
+import multiprocessing
 import os
 import pickle
+import signal
 import sys
+import tarfile
 import tempfile
 import threading
 import time
@@ -17,7 +22,7 @@ from torch.utils.data import DataLoader
 import lockstep
 from lockstep.data import shards
 from lockstep.data.loader import LoadOptions, load, train_requests
-from lockstep.data.order import BatchSplit, ShardOrder
+from lockstep.data.order import BatchSplit, ShardOrder, shard_sequence
 from lockstep.errors import ConfigurationError, DataError
 from lockstep.train.plan import check_split
 from tests.shards import (
@@ -158,6 +163,49 @@ def test_a_sample_of_a_tar_file_has_the_key_and_a_file_for_each_extension(tmp_pa
     write_tar(tmp_path / "0.tar", [5, 6])
     data = lockstep.ShardedDataset(tmp_path / "0.tar", cache_dir=tmp_path / "cache")
     assert data[1] == {"__key__": "part.1/000006", "txt": b"6", "bin": bytes([6]) * 940}
+
+
+def add(tar, name, content=b"", **header):
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    for key, value in header.items():
+        setattr(member, key, value)
+    tar.addfile(member, io.BytesIO(content))
+
+
+@pytest.mark.parametrize("tar_format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
+def test_a_tar_file_is_read_as_by_webdataset(tmp_path, tar_format):
+    long = f"{'d' * 90}/{'n' * 60}"
+    with tarfile.open(tmp_path / "0.tar", "w", format=tar_format) as tar:
+        add(tar, "part", type=tarfile.DIRTYPE)
+        add(tar, "part/0.txt", b"0")
+        add(tar, "part/0.link", type=tarfile.SYMTYPE, linkname="0.txt")
+        add(tar, "part/0.hard", type=tarfile.LNKTYPE, linkname="part/0.txt")
+        add(tar, "part/only.link", type=tarfile.SYMTYPE, linkname="0.txt")
+        add(tar, "nokey", b"x" * 600)
+        add(tar, f"{long}.Seg.PNG", b"1" * 512)
+        add(tar, f"{long}.txt", b"2")
+        add(tar, "after.txt", b"3")
+        add(tar, "\u00e9.txt", b"", pax_headers={"comment": "a"})
+        add(tar, "end", type=tarfile.DIRTYPE)
+    data = lockstep.ShardedDataset(tmp_path / "0.tar", cache_dir=tmp_path / "cache")
+    assert [*data] == [
+        {"__key__": "part/0", "txt": b"0"},
+        {"__key__": long, "seg.png": b"1" * 512, "txt": b"2"},
+        {"__key__": "after", "txt": b"3"},
+        {"__key__": "\u00e9", "txt": b""},
+    ]
+
+
+def test_a_header_of_a_tar_file_that_is_damaged_later_is_an_error(tmp_path):
+    write_tar(tmp_path / "0.tar", [5, 6])
+    data = lockstep.ShardedDataset(tmp_path / "0.tar", cache_dir=tmp_path / "cache")
+    content = bytearray((tmp_path / "0.tar").read_bytes())
+    content[1024 + 3] ^= 1  # a letter of the name of the second file
+    (tmp_path / "0.tar").write_bytes(content)
+    with pytest.raises(DataError, match="at byte 0, for sample 0: at byte 1024 there is neither a file nor the end"):
+        data[0]
+    assert data[1]["txt"] == b"6"
 
 
 def test_a_row_has_the_columns_asked_for_and_is_decoded(tmp_path):
@@ -341,6 +389,9 @@ def test_a_resume_goes_on_at_once(tmp_path, kind, workers):
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_each_byte_of_an_object_store_is_read_once_by_one_rank(tmp_path, monkeypatch, workers, num_ranks):
     monkeypatch.setattr(shards, "_PIECE_BYTES", 5000)
+    # The next epoch, which is fetched ahead, is read in the order of this one: it has the same pieces.
+    for module in (shards, lockstep.data.order):
+        monkeypatch.setattr(module, "shard_sequence", lambda made, _epoch: shard_sequence(made, 0))
     log = tmp_path / "log"
     write_shards(tmp_path / "data", "tar")
     url = f"{counting_store(tmp_path / 'data', log)}/*.tar"
@@ -390,6 +441,47 @@ def test_a_row_group_is_decoded_once_for_all_processes(tmp_path, monkeypatch):
     assert len(names) == len({*names}) == 2 + 3 + 3 + 4
 
 
+def test_rows_of_any_type_are_read_in_batches(tmp_path, monkeypatch):
+    import pyarrow
+    from pyarrow import parquet
+
+    monkeypatch.setattr(shards, "_BATCH_BYTES", 40)
+    rows = [
+        {"list": [number] * (number % 5), "kind": f"k{number % 3}", "none": None if number % 2 else {"x": 0.5 * number}}
+        for number in range(50)
+    ]
+    table = pyarrow.Table.from_pylist(rows)
+    table = table.set_column(1, "kind", table["kind"].dictionary_encode())
+    parquet.write_table(table, tmp_path / "0.parquet", row_group_size=20)
+    data = lockstep.ShardedDataset(tmp_path / "0.parquet", cache_dir=tmp_path / "cache")
+    assert [*data] == rows
+    (piece,) = (tmp_path / "cache/pieces").glob("*-0-20")
+    assert 1 < shards._open_row_group(str(piece))[1] < 20
+
+
+def test_row_groups_that_were_removed_are_closed_with_their_window(tmp_path):
+    write_parquet(tmp_path / "0.parquet", list(range(40)))
+    data = lockstep.ShardedDataset(tmp_path / "0.parquet", window=5, lanes=1, cache_dir=tmp_path / "cache")
+    made = data.make_order(6, 0, drop_last=False)
+    data[0]
+    (piece,) = (tmp_path / "cache/pieces").glob("*-0-4")
+    shards._open_row_group(str(piece))
+    piece.unlink()
+    opened = f"{piece} (deleted)"
+    assert opened in open_files()
+    data[int(made.indices(0, np.array([20]))[0])]
+    assert opened not in open_files()
+    _join_threads()
+
+
+def open_files():
+    found = []
+    for link in os.scandir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.readlink(link.path))
+    return found
+
+
 def test_what_follows_is_fetched_ahead(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "_PIECE_BYTES", 1000)  # less than a sample
     write_shards(tmp_path / "data", "tar", [60])
@@ -402,6 +494,30 @@ def test_what_follows_is_fetched_ahead(tmp_path, monkeypatch):
     assert number_of(data[32]) == 32  # of the first window of the other lane
     _join_threads()
     assert len(ranges_read(tmp_path / "log")) == 20
+
+
+def test_what_follows_the_end_of_an_epoch_is_fetched_ahead(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "_PIECE_BYTES", 1000)  # less than a sample
+    write_shards(tmp_path / "data", "tar", [31, 31])
+    url = f"{counting_store(tmp_path / 'data', tmp_path / 'log')}/*.tar"
+    data = lockstep.ShardedDataset(url, window=5, lanes=2, cache_dir=tmp_path / "cache")
+    made = data.make_order(6, 0, drop_last=False)
+    assert shard_sequence(made, 0)[0].tolist() != shard_sequence(made, 1)[0].tolist()
+
+    def fetched():
+        _join_threads()
+        read = ranges_read(tmp_path / "log")
+        starts = {"0.tar": data._index.bounds[:31].tolist(), "1.tar": data._index.bounds[32:63].tolist()}
+        return sorted(31 * int(name[0]) + starts[name].index(start) for name, start, _, _ in read)
+
+    first, last = made.indices(1, np.arange(5)).tolist(), made.indices(0, np.arange(25, 31)).tolist()
+    assert number_of(data[last[0]]) == last[0]
+    assert fetched() == sorted(last)  # its window and the last, of one sample
+    data[last[5]]
+    assert fetched() == sorted(first + last)
+    data.set_epoch(1)
+    data[first[3]]
+    assert fetched() == sorted(first + last + made.indices(1, np.arange(5, 10)).tolist())
 
 
 def _join_threads():
@@ -448,6 +564,75 @@ def test_a_piece_that_cannot_be_fetched_leaves_nothing(tmp_path):
     # A process that was killed leaves its part.
     (tmp_path / "a.part").write_bytes(b"half of it")
     assert cache.read("a", lambda path: path.write_bytes(b"1"), lambda path: path.read_bytes()) == b"1"
+
+
+def test_what_a_killed_process_was_fetching_is_removed_by_others(tmp_path):
+    cache = shards._PieceCache(tmp_path, 2500)
+
+    def fetch(path):
+        if (child := os.fork()) == 0:
+            cache.fetch("killed", lambda part: part.write_bytes(b"half") and os.kill(os.getpid(), signal.SIGKILL))
+        os.waitpid(child, 0)
+        path.write_bytes(b"1")
+        assert sorted(tmp_path.iterdir()) == [tmp_path / "a.part", tmp_path / "killed.part"]
+        cache.fetch("b", lambda part: part.write_bytes(b"2"))
+
+    cache.fetch("a", fetch)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_one_process_of_a_machine_makes_the_index(tmp_path, monkeypatch, fails):
+    pattern, log = write_shards(tmp_path / "data", "tar"), tmp_path / "log"
+    plain = shards._index_tar
+
+    def index(store, path):
+        with log.open("a") as file:
+            file.write(f"{path}\n")
+        time.sleep(0.1)
+        if fails:
+            raise OSError("no route")
+        return plain(store, path)
+
+    def rank():
+        try:
+            return len(lockstep.ShardedDataset(pattern, cache_dir=tmp_path / "cache"))
+        except DataError as error:
+            return str(error).splitlines()[0]
+
+    monkeypatch.setattr(shards, "_index_tar", index)
+    found = in_processes(3, rank)
+    assert found == [f"{tmp_path}/data/0.tar cannot be read: no route." if fails else NUM_SAMPLES] * 3
+    if not fails:
+        assert sorted(log.read_text().split()) == [f"{tmp_path}/data/{number}.tar" for number in range(len(SIZES))]
+    assert len(list((tmp_path / "cache").glob("index-*"))) == (not fails)
+
+
+def in_processes(count, function):
+    """Return what ``function`` returns in each of several processes at once."""
+    context = multiprocessing.get_context("fork")
+    results, together = context.SimpleQueue(), context.Barrier(count)
+
+    def run():
+        together.wait(60)
+        results.put(function())
+
+    processes = [context.Process(target=run) for _ in range(count)]
+    for process in processes:
+        process.start()
+    found = [results.get() for _ in processes]
+    for process in processes:
+        process.join(60)
+    return found
+
+
+def test_a_damaged_index_is_made_again(tmp_path):
+    pattern = write_shards(tmp_path / "data", "tar")
+    lockstep.ShardedDataset(pattern, cache_dir=tmp_path / "cache")
+    (path,) = (tmp_path / "cache").glob("index-*")
+    for size in (0, path.stat().st_size // 2):
+        os.truncate(path, size)
+        assert len(lockstep.ShardedDataset(pattern, cache_dir=tmp_path / "cache")) == NUM_SAMPLES
 
 
 def test_a_piece_is_fetched_once_by_threads_that_need_it_at_once(tmp_path):
