@@ -1,6 +1,5 @@
 """The generators that samplers draw from: their states, and the copies that are equal on all ranks."""
 
-import ctypes
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -65,57 +64,15 @@ def _with_arrays(state: Any) -> Any:
     return {name: _with_arrays(value) for name, value in state.items()} if isinstance(state, dict) else state
 
 
-class _NumpyState:
-    """Saves and restores the state of numpy's generator.
-
-    numpy's own functions copy its 624 words one by one in Python, which takes longer than to load a small batch. So if
-    the generator's memory is as it was when they were last called, what they returned is used again; and if no second
-    normal number was kept then, which is not in that memory, it is restored by a copy.
-    """
-
-    def __init__(self) -> None:
-        self._words, self._state = b"", None
-
-    @staticmethod
-    def _memory() -> Any:
-        """Return the words of the generator and its place among them; None: it is of another kind."""
-        generator = cast(Any, np.random).get_bit_generator()
-        if type(generator) is not np.random.MT19937:
-            return None
-        return (ctypes.c_uint32 * 625).from_address(generator.ctypes.state_address)
-
-    def get(self) -> tuple[bytes, Any]:
-        """Return the state, for `set`; without bytes if it cannot be restored by a copy."""
-        memory = self._memory()
-        words = b"" if memory is None else bytes(memory)
-        if not words or words != self._words:
-            state: Any = np.random.get_state()
-            is_whole = bool(words) and not state[3] and words == np.array([*state[1], state[2]], np.uint32).tobytes()
-            self._words, self._state = words if is_whole else b"", state
-        return self._words, self._state
-
-    def set(self, words: bytes, state: Any) -> None:
-        """Restore the state."""
-        memory = self._memory()
-        if not words or memory is None:
-            np.random.set_state(state)
-        elif words != bytes(memory):
-            np.random.seed(0)  # forgets a normal number that was kept
-            ctypes.memmove(memory, words, len(words))
-
-
-_numpy_state = _NumpyState()
-
-
 @contextmanager
 def kept_states() -> Iterator[None]:
     """Leave the CPU's generators as they were before the block."""
-    pythons, numpys, torchs = random.getstate(), _numpy_state.get(), torch.get_rng_state()
+    pythons, numpys, torchs = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
     finally:
         random.setstate(pythons)
-        _numpy_state.set(*numpys)
+        np.random.set_state(numpys)
         torch.set_rng_state(torchs)
 
 
