@@ -67,6 +67,16 @@ def test_every_rank_names_rank_parameter_module_step_and_samples(ranks):
         assert found == dict.fromkeys(("ddp", "torch-ddp", "ddp-zero1"), expected)
 
 
+def test_the_rank_with_the_bad_input_is_named_though_batch_norm_passes_it_on(ranks):
+    def stop(world):
+        norm = lambda: torch.nn.Sequential(network(), torch.nn.BatchNorm1d(4)).double()  # noqa: E731
+        with pytest.raises(NonFiniteGradient) as error:
+            fit(world, "ddp", model=norm)
+        return error.value.ranks, f"Not finite in the input: {BAD}.\n" in str(error.value)
+
+    assert ranks(2, warnings="ignore")(stop) == [((1,), True)] * 2
+
+
 def test_fsdp_goes_by_the_losses(ranks):
     """Its micro-batches cannot be computed again on their own, so the module is not known."""
     for outcome in ranks(2, warnings="ignore").each(fit, "fsdp"):

@@ -128,7 +128,7 @@ _SECTIONS = {
     "checkpoint resume export run_dir settings_file texts",
     "Batch and learning rate": "accumulate shares clip schedule warmup lr_scaling base_batch_size",
     "Data and checks": "prefetch bad_samples on_nan check_replicas threads",
-    "Exchange of gradients": "compression bucket_cap_mb overlap_optimizer",
+    "Exchange of gradients": "compression bucket_cap_mb overlap_optimizer sync_batchnorm",
     "Strategies local-sgd and diloco": "sync_every fragments sync_delay sync_patience across outer_lr outer_momentum",
     "Checkpoints and evaluation": "checkpoint_every checkpoint_blocking keep keep_best load_best eval_every "
     "early_stopping patience",

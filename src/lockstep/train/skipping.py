@@ -371,6 +371,9 @@ class NonFiniteGuard:
         per_epoch = self.plan.order.steps_per_epoch
         epoch = None if per_epoch is None else step // per_epoch
         origins = tuple(Origin(*origin) for origin, _ in ranks if origin is not None)
+        if any(isinstance(layer, nn.SyncBatchNorm) for layer in self.model.modules()):
+            # These layers pass on what is not finite to all ranks, but the input of one is the origin.
+            origins = tuple(each for each in origins if each.faulty) or origins
         parameter = names[min(firsts)] if firsts else None
         return NonFiniteStep(step, epoch, origins, parameter, len(ranks), self.plan.split.accumulate, replays)
 

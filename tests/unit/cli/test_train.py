@@ -172,17 +172,18 @@ def test_every_setting_is_a_flag_and_arrives(mine, monkeypatch):
     local |= {"outer_lr": 0.5, "outer_momentum": 0.8}
     words = [word for name, value in local.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     assert main(["train", "mine.py", *words]) == 0
-    assert main(["train", "mine.py", "--strategy", "ddp-zero1", "--redundancy", "1", "--compile"]) == 0
+    zero = "--strategy", "ddp-zero1", "--redundancy", "1", "--compile", "--no-sync-batchnorm"
+    assert main(["train", "mine.py", *zero]) == 0
     assert seen == [
         FitSettings(**{**flags, "shares": (2, 1.5), "profile_steps": (3, 2)}, **switches, resume=False),
         FitSettings(epochs=2, resume=True, checkpoint="runs", reproducible=4, threads=2, workers=2, quiet=True),
         FitSettings(compression="bf16", bucket_cap_mb=2.5, overlap_optimizer=True),
         FitSettings(compression="powersgd:4"),
         FitSettings(**local),
-        FitSettings(strategy="ddp-zero1", redundancy=1, compile=True),
+        FitSettings(strategy="ddp-zero1", redundancy=1, compile=True, sync_batchnorm=False),
     ]
     rest = {"epochs", "resume", "quiet", "reproducible", "threads", "compression", "bucket_cap_mb", "overlap_optimizer"}
-    rest |= {"redundancy", "compile"}
+    rest |= {"redundancy", "compile", "sync_batchnorm"}
     assert {setting.name for setting in settings_of(FitSettings)} == {*flags, *switches, *local, *rest}
 
 
