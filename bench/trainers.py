@@ -72,9 +72,11 @@ def once(contender: str, figures: dict[str, dict[str, Rounds]], first_steps: Rou
         start = time.monotonic()
         words = [sys.executable, "-m", *command(contender, folder)]
         done = subprocess.run(words, env=environment, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S)
-        if done.returncode:
+        files = [Path(folder, f"{rank}.json") for rank in range(NUM_RANKS)]
+        # A rank that aborts when the interpreter ends, as some do under torchrun, has trained and has its figures.
+        if done.returncode and not all(file.exists() for file in files):
             raise RuntimeError(f"{contender} failed with exit status {done.returncode}:\n{done.stdout}{done.stderr}")
-        ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(NUM_RANKS)]
+        ranks = [json.loads(file.read_text()) for file in files]
     if any(rank["weights"] != ranks[0]["weights"] for rank in ranks):
         raise RuntimeError(f"The ranks of {contender} ended with other weights.")
     for model, kinds in figures.items():
