@@ -36,7 +36,7 @@ from lockstep.train.settings import Settings, StrategyName, check_engine
 from lockstep.train.skipping import BadSamples, Computed
 from lockstep.train.strategies import reproducible
 from lockstep.train.strategies import strategy as strategies
-from lockstep.train.strategies.choice import make_strategy
+from lockstep.train.strategies.choice import make_strategy, share_batch_norms
 from lockstep.train.task import (
     Task,
     build_dataset,
@@ -182,9 +182,11 @@ class Trainer:
         objective = step_parts.Objective(task, settings.precision)
         self.strategy: strategies.Strategy
         if shards is None:
+            line = share_batch_norms(self._name, self._model, settings, world, self.devices)
             self.strategy = make_strategy(
                 self._name, self._model, objective, settings, world, self.devices, self.plan, is_first=is_first
             )
+            self.strategy.batch_norms = line
         else:
             group = world.group if self._name == "ddp" else None
             self.strategy = reproducible.Reproducible(

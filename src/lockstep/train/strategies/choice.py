@@ -19,6 +19,20 @@ from lockstep.train.step_parts import Objective
 from lockstep.train.strategies import strategy as strategies
 
 
+def share_batch_norms(
+    name: StrategyName, model: nn.Module, settings: Settings, world: World, devices: Sequence[torch.device]
+) -> str | None:
+    """Make the batch norms of ``model`` normalise over all ranks, in place, with the strategies whose ranks can.
+
+    Returns:
+        A line about them; None if there are none, or there is one device.
+    """
+    if settings.sync_batchnorm is not False and name in ("ddp", "ddp-zero1"):
+        return synchronise(model, world.world_size)
+    has_several = len(devices) > 1 or (name in PER_PROCESS and world.world_size > 1)
+    return describe_apart(model) if has_several else None
+
+
 def make_strategy(
     name: StrategyName,
     model: nn.Module,
@@ -32,33 +46,12 @@ def make_strategy(
 ) -> strategies.Strategy:
     """Return the strategy ``name``. Collective for strategies with a process for each device: every rank.
 
-    ``model`` is on the first of ``devices``, which are this process's; its batch norms are synchronised in place. After
-    a recovery, which is not the first time, all ranks hold the same model.
+    ``model`` is on the first of ``devices``, which are this process's. After a recovery, which is not the first time,
+    all ranks hold the same model.
 
     Raises:
         ConfigurationError: It cannot run on these devices.
     """
-    line = None
-    if settings.sync_batchnorm is not False and name in ("ddp", "ddp-zero1"):
-        line = synchronise(model, world.world_size)
-    elif len(devices) > 1 or (name in PER_PROCESS and world.world_size > 1):
-        line = describe_apart(model)
-    strategy = _make(name, model, objective, settings, world, devices, plan, is_first=is_first)
-    strategy.batch_norms = line
-    return strategy
-
-
-def _make(
-    name: StrategyName,
-    model: nn.Module,
-    objective: Objective,
-    settings: Settings,
-    world: World,
-    devices: Sequence[torch.device],
-    plan: Plan,
-    *,
-    is_first: bool,
-) -> strategies.Strategy:
     if any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules()):
         if name == "torch-ddp" and devices[0].type == "cpu":
             raise ConfigurationError(
