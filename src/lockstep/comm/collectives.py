@@ -6,8 +6,8 @@ import json
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from operator import attrgetter, is_not
@@ -255,6 +255,12 @@ class Started:
             wait_for_call(work)
 
 
+def started(work: Work, tensor: Tensor, group: Group) -> Future[Any] | Started:
+    """Return what to wait for where ``tensor`` is used, which ``work`` communicates."""
+    # Of groups that others wrote in Python, torch's class asks for the future; their works may return too early.
+    return Started(work, tensor, group) if is_native(group) else work.get_future()
+
+
 def all_reduce_together(tensors: Sequence[Tensor], *, group: Group) -> list[Work]:
     """Start to replace each of ``tensors`` by its sum over all ranks: one collective for each device and dtype.
 
@@ -467,8 +473,12 @@ def empty_buffer(numel: int, *, dtype: torch.dtype, device: torch.device, group:
         return inside.shm_ops.empty_shared((numel,), dtype)
     registered = torch_internals.registered_memory(group, device) if device.type != "cpu" and is_native(group) else None
     if registered is not None and os.environ.get("DDP_DISABLE_COMM_MEM") != "1":  # torch's class does it only with "0"
-        with suppress(RuntimeError):  # not enough memory: its blocks are larger than those of torch's allocator
+        try:
             return registered(numel, dtype=dtype, device=device)
+        except (
+            RuntimeError
+        ) as error:  # such as not enough memory: its blocks are larger than those of torch's allocator
+            warnings.warn(f"A bucket is in memory that is not registered: {error}", stacklevel=2)
     return torch.empty(numel, dtype=dtype, device=device)
 
 

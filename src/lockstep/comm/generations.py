@@ -270,7 +270,10 @@ def interrupt_groups() -> None:
             group.interrupt()
             continue
         # Not Gloo's, which would never end what waits: its connections are shut down.
-        on_devices += [backend_of(group, device) for device in group._device_types if device.type != "cpu"]
+        for device in group._device_types:
+            if device.type != "cpu":
+                with suppress(RuntimeError):  # it has been destroyed meanwhile
+                    on_devices.append(backend_of(group, device))
     if on_devices:
         # NCCL allows one thread at a time; but the thread that launches may itself wait for the lost rank.
         is_held = launching.acquire(timeout=_LAUNCH_S)

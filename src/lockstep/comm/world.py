@@ -116,7 +116,8 @@ def destroy_default_group(*, abort: bool, at_exit: bool, is_cut: bool = False) -
         # Leaked on purpose. Gloo cannot abort: its destructor waits for collectives in flight, up to their timeout
         # (half an hour), and would delay the end of a process whose peer is stuck. That of NCCL joins its watchdog,
         # which may sleep for minutes after an error.
-        if not is_cut or network.is_stuck() or any(device.type != "cpu" for device in group._device_types):
+        is_cpus = backend_name(group) == "gloo" or {device.type for device in group._device_types} == {"cpu"}
+        if not is_cut or network.is_stuck() or not is_cpus:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
     try:  # NCCL may wait for a peer that will never answer

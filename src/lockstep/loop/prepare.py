@@ -135,7 +135,7 @@ def _prepare_model(module: nn.Module, world: World, sync_batchnorm: bool) -> nn.
         module = move(module, world.device)
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return module
-        line = synchronise(module, world.world_size) if sync_batchnorm else describe_apart(module)
+        line = synchronise(module, world) if sync_batchnorm else describe_apart(module)
         if line is not None and world.is_rank_zero and world.world_size > 1:
             log(line)
         module = DistributedDataParallel(module)

@@ -56,11 +56,11 @@ from typing_extensions import override
 from lockstep.base.accelerator import is_capturing, recorded_event, start_thread, synchronize
 from lockstep.comm.collectives import (
     Group,
-    Started,
     Work,
     all_reduce_work,
     cpu_group,
     is_native,
+    started,
     wait_for,
     wait_for_transfer,
 )
@@ -571,7 +571,7 @@ class CompressedMean(BucketReduction):
     @override
     def start(self, bucket: Bucket, *, alone: bool) -> Pending:
         if not is_compressible(bucket):
-            return Started(all_reduce_work(bucket.payload, group=self._group), bucket.payload, self._group)
+            return started(all_reduce_work(bucket.payload, group=self._group), bucket.payload, self._group)
         before: list[Callable[[], object]] = []
         if self._hierarchy is not None:
             before.append(self._hierarchy.all_reduce_inside(bucket.payload).wait)

@@ -16,6 +16,7 @@ from lockstep.base.accelerator import widest_dtype
 from lockstep.base.activity import plural
 from lockstep.base.torch_internals import BatchNorm, LazyNorm, check_batch_norm_input, has_kernel, submodules
 from lockstep.comm.collectives import Group, all_gather, all_reduce, group_or_default, is_initialized
+from lockstep.comm.world import World
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
 from lockstep.parallel.compile import keep_out_of_graphs
 
@@ -541,20 +542,23 @@ class SyncBatchNorm(TorchSyncBatchNorm):
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-def synchronise(module: nn.Module, num_ranks: int) -> str | None:
+def synchronise(module: nn.Module, world: World) -> str | None:
     """Make the plain batch norms of ``module`` normalise over all ranks, and return a line that says so.
+
+    A single rank needs none of this, unless it will take the place of a lost one.
 
     Unlike `SyncBatchNorm.convert_sync_batchnorm`, it keeps the layers themselves, with what the script has put on them.
     Classes derived from torch's stay as they are: their forward is their own.
     """
+    if world.world_size == 1 and not world.is_late:
+        return None
     for layer in module.modules():
         if type(layer) in _PLAIN:
             layer.__class__ = SyncBatchNorm
             vars(layer)["process_group"] = None  # the default group, which is another one after a recovery
     number = sum(isinstance(layer, SyncBatchNorm) for layer in module.modules())
-    if not number or num_ranks == 1:
-        return None
-    return f"batch norm: {plural(number, 'layer')} over all ranks, as on one device (sync_batchnorm=False: each alone)"
+    line = f"batch norm: {plural(number, 'layer')} over all ranks, as on one device (sync_batchnorm=False: each alone)"
+    return line if number else None
 
 
 def describe_apart(module: nn.Module) -> str | None:

@@ -1,5 +1,8 @@
 """What bench/trainers.py makes of the moments at which forward passes began, and the table of it."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -28,3 +31,9 @@ def test_the_table_has_who_was_measured_and_who_is_missing():
         "| **`lockstep.fit`** | 3.0 (0.75) | 3.0 (0.75) | 3.0 (0.75) | 0.0 (0.75) |",
     ]
     assert trainers({"parts": {}}) == []
+
+
+def test_the_table_of_the_page_is_made_from_the_kept_figures():
+    repo = Path(__file__).parents[3]
+    lines = trainers({"parts": {"trainers": json.loads((repo / "bench/results/trainers.json").read_text())}})
+    assert "\n".join(line for line in lines if line.startswith("|")) in (repo / "docs/speed.md").read_text()

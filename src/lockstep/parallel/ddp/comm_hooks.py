@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lockstep.base.accelerator import upload, widest_dtype
 from lockstep.comm import collectives
-from lockstep.comm.collectives import Group, Started, all_reduce, all_reduce_work, empty_buffer
+from lockstep.comm.collectives import Group, Started, all_reduce, all_reduce_work, empty_buffer, started
 from lockstep.comm.network import wait_for_call
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.ddp.buckets import Bucket, BucketSet
@@ -79,9 +79,7 @@ class AllReduceMean(BucketReduction):
     def start(self, bucket: Bucket, *, alone: bool) -> Pending:
         payload, pieces = bucket.payload, bucket.take_pieces() if self.takes_pieces else None
         if not (alone and payload.is_cpu and self._is_native):
-            work = all_reduce_work(payload, group=self._group, pieces=pieces)
-            # Of other groups written in Python, torch's class asks for the future; their works may return too early.
-            return Started(work, payload, self._group) if self._is_native else work.get_future()
+            return started(all_reduce_work(payload, group=self._group, pieces=pieces), payload, self._group)
         # A blocking call runs in this thread, which has nothing else to do: that saves two thread switches.
         all_reduce(payload, group=self._group, pieces=pieces)
         future: Future[Any] = Future()
@@ -124,13 +122,13 @@ class CastAllReduce(BucketReduction):
     @torch.no_grad()
     def start(self, bucket: Bucket, *, alone: bool) -> Pending:
         if not is_compressible(bucket):
-            return Started(all_reduce_work(bucket.payload, group=self._group), bucket.payload, self._group)
+            return started(all_reduce_work(bucket.payload, group=self._group), bucket.payload, self._group)
         # Not the bucket's own memory: the parameters' gradients are views of it, in their own dtype.
         if bucket not in self._buffers:  # a bucket of the first step, or one that this rank created alone
             self._buffers[bucket] = torch.empty_like(bucket.payload, dtype=self._dtype)
         bucket.sent_dtype = self._dtype  # too narrow for a sum of weights, which needs its own collective
         sent = self._buffers[bucket].copy_(bucket.payload)
-        return Started(all_reduce_work(sent, group=self._group), sent, self._group)
+        return started(all_reduce_work(sent, group=self._group), sent, self._group)
 
     @override
     @torch.no_grad()

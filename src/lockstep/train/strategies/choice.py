@@ -28,7 +28,7 @@ def share_batch_norms(
         A line about them; None if there are none, or there is one device.
     """
     if settings.sync_batchnorm is not False and name in ("ddp", "ddp-zero1"):
-        return synchronise(model, world.world_size)
+        return synchronise(model, world)
     has_several = len(devices) > 1 or (name in PER_PROCESS and world.world_size > 1)
     return describe_apart(model) if has_several else None
 

@@ -42,8 +42,10 @@ class TriplingGroup(dist.ProcessGroup):
         return LateWork(lambda: [tensor.mul_(3) for tensor in tensors])
 
 
-def test_the_future_of_every_bucket_is_asked_for():
-    model = lockstep.DistributedDataParallel(nn.Linear(2, 1, bias=False), process_group=TriplingGroup())
+@pytest.mark.parametrize("compression", [None, "bf16"])
+def test_the_future_of_every_bucket_is_asked_for(compression):
+    group = TriplingGroup()
+    model = lockstep.DistributedDataParallel(nn.Linear(2, 1, bias=False), process_group=group, compression=compression)
     for _ in range(3):
         model.zero_grad()
         model(torch.tensor([[1.0, 2.0]])).sum().backward()
