@@ -43,6 +43,15 @@ class Noisy(Dataset):
         return x, x.sum(dim=0, keepdim=True)
 
 
+class Seldom(Noisy):
+    """Adds noise to few samples, each from one generator; so the first batches may draw nothing."""
+
+    def __getitem__(self, index):
+        noise = {5: random.random, 11: np.random.rand, 13: lambda: torch.rand(()).item()}.get(index, float)()
+        x = self.inputs[index] + noise
+        return x, x.sum(dim=0, keepdim=True)
+
+
 class Stream(IterableDataset):
     """With several loader processes, each has its own part, as torch's documentation recommends."""
 
@@ -161,16 +170,17 @@ def test_weights_are_those_of_the_script_without_it(ranks, name):
             assert (weights - expected).abs().max() < 1e-12, num_ranks
 
 
-def test_each_sample_has_its_random_numbers(ranks):
+@pytest.mark.parametrize("dataset", [Noisy, Seldom])
+def test_each_sample_has_its_random_numbers(ranks, dataset):
     def run(world, num_workers):
-        return Script(data=Noisy, loader={"num_workers": num_workers})(world)
+        return Script(data=dataset, loader={"num_workers": num_workers})(world)
 
     found = [
         weights for num_workers in (0, 2) for num_ranks in (2, 3) for weights in ranks(num_ranks)(run, num_workers)
     ]
     for weights in found:
         assert (weights - found[0]).abs().max() < 1e-12
-    script = Script(data=Noisy)  # a single rank draws what the script draws without it
+    script = Script(data=dataset)  # a single rank draws what the script draws without it
     assert (ranks(1)(script)[0] - script()).abs().max() < 1e-12
 
 
@@ -210,14 +220,20 @@ class Drawn(Sampler):
 
 
 class Draws(Dataset):
+    def __init__(self, every):
+        self.every = every
+
     def __len__(self):
         return 12
 
     def __getitem__(self, index):
+        if index % self.every:
+            return torch.tensor([float(index), 0.0, 0.0, 0.0])
         return torch.tensor([float(index), torch.rand(()), random.random(), np.random.rand()])
 
 
-def test_samplers_and_samples_leave_the_generators_of_training(ranks):
+@pytest.mark.parametrize("every", [1, 7])
+def test_samplers_and_samples_leave_the_generators_of_training(ranks, every):
     def states():
         return torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())
 
@@ -225,7 +241,7 @@ def test_samplers_and_samples_leave_the_generators_of_training(ranks):
         torch.manual_seed(world.rank)
         random.seed(world.rank)
         np.random.seed(world.rank)
-        loader = lockstep.prepare(DataLoader(Draws(), batch_size=4, sampler=Drawn()))
+        loader = lockstep.prepare(DataLoader(Draws(every), batch_size=4, sampler=Drawn()))
         seen = []
         for _ in range(2):
             iterator = iter(loader)

@@ -377,6 +377,11 @@ def unread_iterator(iterator: Any, divide: Callable[[Iterator[Any]], Iterator[An
     return copied
 
 
+def fetch_of(iterator: Any) -> Any:
+    """Return the function by which a loader's iterator, without processes, reads a list of indices; else None."""
+    return getattr(getattr(iterator, "_dataset_fetcher", None), "fetch", None)
+
+
 def describe_node(node: Any) -> str:
     """Return the operation of a node of the autograd graph, with the number and the reduction that it has saved."""
     name, other = node.name().removesuffix("Backward0"), getattr(node, "_saved_other", None)

@@ -28,7 +28,7 @@ from lockstep.base.accelerator import recorded_event
 from lockstep.base.containers import map_tensors
 from lockstep.base.env import check_socket_folder
 from lockstep.base.rank_files import EARLY_SIGNALS
-from lockstep.data.order import BatchSplit, GlobalOrder, Purpose, ShardOrder, mix, seed_cpu
+from lockstep.data.order import BatchSplit, GlobalOrder, Purpose, SampleSeeds, ShardOrder, mix, seed_cpu
 from lockstep.data.tokens import TokenFiles
 from lockstep.errors import ConfigurationError, DataError, LoaderDied, LockstepError
 
@@ -276,7 +276,7 @@ class Fetch(Dataset[MicroBatch]):
         self._epochs, self._epoch = epochs, -1
         self._samples, self._collate, self._skip_bad, self._seed = samples, options.collate, options.skip_bad, seed
         self._read_at_once = batched_getitem(samples, options.collate)
-        self._num_samples = len(samples)
+        self._num_samples, self._seeds = len(samples), SampleSeeds()
 
     def __getitem__(self, request: Request) -> MicroBatch:
         if request.epoch != self._epoch:
@@ -308,9 +308,18 @@ class Fetch(Dataset[MicroBatch]):
             # If one sample cannot be read, all fail. Then they are read one by one to find it.
             with contextlib.suppress(Exception):
                 return indices, self._read_at_once(indices)
+        before = len(bad)
+
+        def again() -> tuple[list[int], Any]:
+            del bad[before:]
+            return self._one_by_one(indices, request, bad)
+
+        return self._seeds.read(lambda: self._one_by_one(indices, request, bad), again)
+
+    def _one_by_one(self, indices: list[int], request: Request, bad: list[BadSample]) -> tuple[list[int], Any]:
         samples, read = [], []
         for number in indices:
-            seed_cpu(mix(self._seed, Purpose.SAMPLE, request.epoch, number))
+            self._seeds.seed(self._seed, Purpose.SAMPLE, request.epoch, number)
             try:
                 samples.append(self._samples[number])
                 read.append(number)

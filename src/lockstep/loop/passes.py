@@ -19,7 +19,7 @@ from torch.utils import data
 from lockstep.base.containers import items_of
 from lockstep.comm.world import World
 from lockstep.data.comparison import checksum
-from lockstep.data.order import Purpose, cut, mix, seed_cpu
+from lockstep.data.order import Purpose, SampleSeeds, cut, mix, seed_cpu
 from lockstep.errors import ConfigurationError
 from lockstep.loop.batch_parts import Reading, parts
 from lockstep.loop.random_state import draws, generators_of, get_state, kept_states, set_state
@@ -50,18 +50,18 @@ class GlobalBatch(NamedTuple):
 class SeededIndices(list[Any]):
     """Indices of samples; seeds the CPU's generators before each is read, by its position in the global batch.
 
-    A data set reads it as any list, also in a loader process.
+    A data set reads it as any list, also in a loader process, where all samples are seeded.
     """
 
-    def __init__(self, indices: list[Any], seed: int, first: int) -> None:
+    def __init__(self, indices: list[Any], seed: int, first: int, seeds: SampleSeeds | None = None) -> None:
         super().__init__(indices)
-        self.seed, self.first = seed, first
+        self.seed, self.first, self._seeds = seed, first, seeds or SampleSeeds(draws=True)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the indices, each when its sample is about to be read."""
         # By the position: an index may be there twice, and need not be a number.
         for position, index in enumerate(super().__iter__(), self.first):
-            seed_cpu(mix(self.seed, position))
+            self._seeds.seed(self.seed, position)
             yield index
 
     def __reduce__(self) -> Any:
@@ -178,6 +178,7 @@ class Progress:
         open: The passes that are being read.
         resumed: What `load` has loaded, until the next pass.
         draws_once: Whether only torch's generator is used, and only for the first list of a pass.
+        seeds: Of the samples, if each has random numbers of its own and this process reads them.
         seeds_samples: Whether each sample has random numbers of its own.
     """
 
@@ -188,7 +189,7 @@ class Progress:
         batches, is_stream = cast(Any, loader.batch_sampler), isinstance(loader.dataset, data.IterableDataset)
         sampler = getattr(batches, "sampler", None)
         self.draws_once = type(batches) is data.BatchSampler and type(sampler) in _TORCHS and not is_stream
-        self.seeds_samples = False
+        self.seeds, self.seeds_samples = SampleSeeds(), False
         self._generators = generators_of(loader, batches, sampler, getattr(sampler, "sampler", None))
         self.newest: Pass | None = None
         self.open: list[Pass] = []
@@ -347,10 +348,12 @@ class Division:
     Attributes:
         lists: The batch sampler of the loader.
         this: The pass of the next iterator.
+        newest: The list that was yielded last.
     """
 
     lists: Any
     this: Pass
+    newest: list[Any]
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
@@ -410,4 +413,5 @@ class Division:
             part = cut(len(indices), progress.world_size, progress.rank)
             mine = indices[part.start : part.stop] or indices[:1]
             seed = mix(progress.seed, Purpose.PREPARED_SAMPLE, progress.epoch, len(this.wholes) - 1)
-            yield SeededIndices(mine, seed, part.start) if progress.seeds_samples else mine
+            self.newest = SeededIndices(mine, seed, part.start, progress.seeds) if progress.seeds_samples else mine
+            yield self.newest

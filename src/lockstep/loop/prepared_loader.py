@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, cast
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import data
 
 from lockstep.base.containers import map_tensors
-from lockstep.base.torch_internals import BaseDataLoaderIter, unread_iterator
+from lockstep.base.torch_internals import BaseDataLoaderIter, fetch_of, unread_iterator
 from lockstep.comm.collectives import device_for, gather_states
 from lockstep.comm.world import World
 from lockstep.data.loader import MicroBatch, Prefetcher, batched_getitem
@@ -132,8 +132,7 @@ class PreparedLoader(data.DataLoader[Any]):
     def _micro_batches(self, batches: Iterator[Any], this: Pass) -> Iterator[MicroBatch]:
         is_stream = isinstance(self.dataset, data.IterableDataset)
         for number in itertools.count(0 if is_stream else this.skip):
-            with self._loading(number):
-                item = next(batches, _END)
+            item = self._load(batches, number)
             if item is _END:
                 return
             if isinstance(item, StreamBatch):
@@ -142,15 +141,27 @@ class PreparedLoader(data.DataLoader[Any]):
             if number >= this.skip:
                 yield MicroBatch(number, 0, [0], [], [item])
 
-    def _loading(self, number: int) -> AbstractContextManager[Any]:
-        """Return a context in which a batch is loaded: the script's random numbers do not depend on what is drawn."""
+    def _load(self, batches: Iterator[Any], number: int) -> Any:
+        """Return the next batch, or `_END`; the script's random numbers do not depend on what is drawn for it."""
         progress = self._lockstep
         if progress.world_size == 1 or self.num_workers:
-            return nullcontext()
+            return next(batches, _END)
         if isinstance(self.dataset, data.IterableDataset):
-            return draws.open()
+            with draws.open():
+                return next(batches, _END)
+        if not progress.seeds_samples:
+            return next(batches, _END)
         value = mix(progress.seed, Purpose.PREPARED_SAMPLE, progress.epoch, number)
-        return seeded(value) if progress.seeds_samples else nullcontext()
+        fetch = fetch_of(batches)
+
+        def again() -> Any:
+            with seeded(value):
+                return fetch(progress.division.newest)
+
+        if fetch is None:
+            progress.seeds.draws = True
+        with seeded(value) if progress.seeds.draws is not False else nullcontext():
+            return progress.seeds.read(lambda: next(batches, _END), again)
 
     def _needs_sample(self, this: Pass) -> bool:
         """Return whether this rank must take part in what the others do with a batch of which it has no part."""

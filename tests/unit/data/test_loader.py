@@ -52,6 +52,18 @@ class Noisy(Dataset):
         return index, random.random(), np.random.rand(), torch.rand(()).item()
 
 
+class Seldom(Noisy):
+    """Samples that draw from one generator each, or from none; counts how often they are read."""
+
+    def __init__(self, drawing):
+        self.drawing, self.reads = drawing, []
+
+    def __getitem__(self, index):
+        self.reads.append(index)
+        draws = [random.random, np.random.rand, lambda: torch.rand(()).item(), lambda: random.gauss(0, 1)]
+        return index, draws[index % 4]() if index in self.drawing else 0.0
+
+
 def micro_batches(num_items, *, rank=0, num_ranks=1, accumulate=1, first_step=0, workers=0, samples=None):
     split = BatchSplit(num_ranks, range(rank, rank + 1), accumulate)
     options = LoadOptions(None, workers, pin_memory=False)
@@ -84,6 +96,27 @@ def test_a_step_has_the_same_samples_and_randomness_however_it_is_divided():
 def test_randomness_differs_between_samples_and_between_epochs():
     drawn = [value for samples in rows(micro_batches(4)).values() for _, *values in samples for value in values]
     assert len(set(drawn)) == 3 * 20
+
+
+@pytest.mark.parametrize("drawing", [[1], [2, 4], [6], [3, 7]])
+def test_samples_that_begin_to_draw_late_have_the_same_random_numbers(drawing):
+    whole = rows(micro_batches(6, samples=Seldom(drawing)))
+    alone = {step: rows(micro_batches(1, samples=Seldom(range(10)), first_step=step))[step] for step in range(6)}
+    expected = {
+        step: [(index, value if index in drawing else 0.0) for index, value in alone[step]] for step in range(6)
+    }
+    assert whole == expected
+    assert any(value for samples in whole.values() for _, value in samples)
+
+
+def test_samples_that_draw_nothing_are_read_once_and_leave_the_generators():
+    samples = Seldom([])
+    batches = load_order(ORDER, samples, BatchSplit(1, range(1), 1), LoadOptions(None, 0, pin_memory=False), 0, None)
+    next(batches)
+    random.seed(5)
+    before = random.getstate()
+    assert len(list(islice(batches, 3))) == 3
+    assert random.getstate() == before and len(samples.reads) == 20
 
 
 @pytest.mark.parametrize("workers", [1, 2])
