@@ -32,4 +32,4 @@ def examples(folder: str) -> None:
     for file in sorted(Path(folder).glob("*.py")):
         _, title, _ = re.split(r'"""|\n', file.read_text(encoding="utf-8"), maxsplit=2)
         click.echo(f"{file}  {title}")
-    click.echo('What they need besides Lockstep: pip install "lockstep-torch[examples,integrations]"')
+    click.echo('What they need besides Lockstep: pip install "lockstep-torch[examples,integrations,ray]"')

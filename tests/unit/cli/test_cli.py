@@ -93,7 +93,7 @@ def test_the_examples_can_be_copied(tmp_path, monkeypatch, capsys):
     assert digits.endswith(
         "A small convolutional network on scikit-learn's handwritten digits: over 98% right in a few seconds on a CPU."
     )
-    assert lines[-1] == 'What they need besides Lockstep: pip install "lockstep-torch[examples,integrations]"'
+    assert lines[-1] == 'What they need besides Lockstep: pip install "lockstep-torch[examples,integrations,ray]"'
     files = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*")}
     assert {line.partition(" ")[0] for line in lines[:-1]} | {"examples/cluster/jobset.yaml"} <= files
     assert [name for name in files if "__pycache__" in name] == []
