@@ -220,7 +220,10 @@ def test_what_seemed_faster_when_time_was_up_is_in_the_verdict(rounds, seconds, 
     assert replace(OUTCOME, results=[*OUTCOME.results, one], seconds=seconds).verdict == (
         f"All changes together: 1.52 times the samples/s (1.41 to 1.61) of the settings at the start. {seemed}: {again}"
     )
-    assert replace(nothing, results=[slower]).verdict == "No allowed change is clearly faster than the settings at the start."
+    assert (
+        replace(nothing, results=[slower]).verdict
+        == "No allowed change is clearly faster than the settings at the start."
+    )
 
 
 def test_a_total_that_time_did_not_reach_is_not_a_change_that_seemed_faster():

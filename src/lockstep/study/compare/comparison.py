@@ -337,7 +337,8 @@ def judge(comparison: Comparison) -> Verdict:
         use, sentences = chosen.strategy if chosen else "", [recommendation]
         if comparison.setup.num_rounds >= FEWEST_ROUNDS:
             sentences += [_explain(comparison, chosen), *_efficiency(comparison), *_against_torch(comparison)]
-    sentences += [*_batch_norms(comparison), *_loss(comparison), *_noise(comparison), *(_costs(comparison) if comparison.others else ())]
+    sentences += [*_batch_norms(comparison), *_loss(comparison), *_noise(comparison)]
+    sentences += _costs(comparison) if comparison.others else []
     return Verdict(use, (*_core_wait(comparison), *sentences))
 
 
@@ -376,6 +377,9 @@ def _choose(comparison: Comparison, names: Sequence[str], unclear: Sequence[str]
     gains, worth = _gains(comparison), [each for each in comparison.others if each.strategy in names]
     nearest = max(worth, key=lambda each: gains[each.strategy].median)
     tied = [each for each in worth if each is nearest or each.speed_over(nearest).shown.holds(1.0)]
+    # One that ties because its rounds are uneven, but has a lower median than one that does not tie, is not the choice.
+    least = max((gains[each.strategy].median for each in worth if each not in tied), default=0.0)
+    tied = [each for each in tied if gains[each.strategy].median >= least]
     chosen = min(tied, key=lambda candidate: PREFERENCE.index(candidate.strategy))
     gain = gains[chosen.strategy]
     text = f"Use {chosen.strategy}: {gain.median:.2f}x single's speed {_range(gain)}."
@@ -499,9 +503,8 @@ def _batch_norms(comparison: Comparison) -> list[str]:
     text = f"Batch norms of {_and(apart)} normalise over the samples of each device apart"
     if whole := [name for name in names if name not in apart]:
         return [
-            f"{text}, without the exchange with which {_and(whole)} normalise{'s' * (len(whole) == 1)} over all devices "
-            "like single: these times and losses are not of the same run. To compare alike: --no-sync-batchnorm, or "
-            "Settings(sync_batchnorm=False)."
+            f"{text}, those of {_and(whole)} over all devices, as on one, which takes exchanges: the times and losses "
+            "are not of the same run. To compare alike: --no-sync-batchnorm, or Settings(sync_batchnorm=False)."
         ]
     return [f"{text}, those of single over the whole batch: its losses are of another run."]
 

@@ -425,7 +425,7 @@ def test_the_keys_of_the_json_stay():
     assert set(found["setup"]) == {
         *("task", "command", "device", "num_devices", "num_cores", "busy_cores", "global_batch_size", "num_steps"),
         *("num_rounds", "num_warmup", "seed", "precision", "num_parameters", "single_threads", "split_layers", "price"),
-            "norms_apart",
+        "norms_apart",
     }
     assert set(found["provenance"]) == {"when", "versions", "machine", "commits"}
     assert set(found["verdict"]) == {"use", "sentences"}
