@@ -196,7 +196,7 @@ class Spread:
 
     @property
     def shown(self) -> Spread:
-        """The ratios as tables and sentences show them, so that a verdict compares what its reader sees."""
+        """As tables and sentences show a ratio: verdicts compare what their reader sees, and 1.00 is not faster."""
         return Spread(round(self.median, 2), round(self.low, 2), round(self.high, 2))
 
     def holds(self, value: float) -> bool:

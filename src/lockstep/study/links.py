@@ -310,9 +310,7 @@ def _reduced_backward_s(alone_s: float, trips: Sequence[_Trip], profile: Profile
 _RATES = [digits * 10.0**power / 8 for power in range(1, 11) for digits in range(100, 1000)]
 
 
-def break_even(
-    speed_over: Callable[[float], float], target: float, rates: Sequence[float] = _RATES
-) -> float | None:
+def break_even(speed_over: Callable[[float], float], target: float, rates: Sequence[float] = _RATES) -> float | None:
     """Return the smallest of ``rates``, in bytes per second, with which ``speed_over`` reaches ``target``, or None.
 
     Args:

@@ -290,10 +290,10 @@ class Entrant:
         """Return whether a batch norm of this rank's model normalises over the samples of each device apart."""
         if self.trainer is None or self._strategy == SINGLE or self._num_devices == 1:
             return False
-        norms = [layer for layer in self.trainer.model.modules() if isinstance(layer, BatchNorm)]
-        # Replicas in one process are alone in any case.
-        alone = self._strategy not in PER_PROCESS
-        return any(alone or not isinstance(layer, torch.nn.SyncBatchNorm) for layer in norms)
+        together = torch.nn.SyncBatchNorm if self._strategy in PER_PROCESS else ()  # replicas are alone in any case
+        return any(
+            isinstance(each, BatchNorm) and not isinstance(each, together) for each in self.trainer.model.modules()
+        )
 
     def turn(self, run: Callable[[Trainer], T]) -> T | None:
         """Wait for all ranks, then call ``run`` on the ranks that compute and return its result; None on the others."""

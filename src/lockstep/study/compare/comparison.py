@@ -108,13 +108,13 @@ class Candidate:
         self.loss_difference = self.last_loss - (single or self).losses[-1]
 
     def speed_over(self, other: Candidate) -> Spread:
-        """Return the samples/s of this one over those of ``other``, with the range of the rounds' own ratios.
+        """Return the samples/s of this one over those of ``other``, as shown, with the range of the rounds' own ratios.
 
         The two turns of a round have the same load of the machine. The ratio of the medians need not lie within that
         range, which then reaches as far.
         """
-        ratio = self.samples_per_s.median / other.samples_per_s.median
-        rounds = paired_ratio(_rates(self), _rates(other))
+        ratio = round(self.samples_per_s.median / other.samples_per_s.median, 2)
+        rounds = paired_ratio(_rates(self), _rates(other)).shown
         return Spread(ratio, min(ratio, rounds.low), max(ratio, rounds.high))
 
 
@@ -221,7 +221,7 @@ def tables(comparison: Comparison) -> tuple[Table, Table]:
     speeds, steps = [], []
     for candidate in comparison.contenders:
         rate, loss = number(candidate.samples_per_s.median), f"{candidate.last_loss:.4f}"
-        gain, difference = candidate.speed_up.shown, candidate.loss_difference
+        gain, difference = candidate.speed_up, candidate.loss_difference
         peak = f"{max(candidate.peak_bytes) / MIB:,.0f}" if candidate.peak_bytes else "-"
         span, against = f"{gain.low:.2f} - {gain.high:.2f}", f"{difference:+.1e}" if difference else "0"
         if candidate is comparison.single:
@@ -344,55 +344,49 @@ def judge(comparison: Comparison) -> Verdict:
 
 def _recommend(comparison: Comparison) -> tuple[Candidate | None, str]:
     """Return what to use and the sentence that says so; None if the rounds do not tell."""
-    single, num_rounds, gains = comparison.single, comparison.setup.num_rounds, _gains(comparison)
+    single, others, num_rounds = comparison.single, comparison.others, comparison.setup.num_rounds
+    faster = [each for each in others if each.speed_up.low > 1.0]
+    ties = [each for each in others if each.speed_up.holds(1.0)]
+    unclear = [each for each in ties if each.speed_up.high >= WORTH]
+    is_enough = num_rounds >= FEWEST_ROUNDS
+    if is_enough and (worth := [each for each in faster if each.speed_up.median >= WORTH]):
+        return _choose(worth, unclear)
+    nearest = _nearest((unclear or (not faster and ties) or others) if is_enough else others)
+    gain, name = nearest.speed_up, nearest.strategy
+    measured = f"{gain.median:.2f}x single's speed {_range(gain)}"
     command, rounds = re.sub(r" --rounds[ =]\d+", "", comparison.setup.command), max(10, 2 * num_rounds)
     advice = f"For more rounds: {command} --rounds {rounds}" if command else f"For more rounds: rounds={rounds}"
-
-    def nearest(names: Sequence[str]) -> tuple[str, str]:
-        name = max(names, key=lambda each: gains[each].median)
-        return name, f"{gains[name].median:.2f}x single's speed {_range(gains[name])}"
-
-    name, measured = nearest([*gains])
-    if num_rounds < FEWEST_ROUNDS:
+    if not is_enough:
         return None, f"Too few rounds to decide, {num_rounds} of {FEWEST_ROUNDS}: {name} comes to {measured}. {advice}"
-    faster = [each for each, gain in gains.items() if gain.low > 1.0]
-    ties = [each for each, gain in gains.items() if gain.holds(1.0)]
-    unclear = [each for each in ties if gains[each].high >= WORTH]
-    if worth := [each for each in faster if gains[each].median >= WORTH]:
-        return _choose(comparison, worth, unclear)
     if unclear:
-        name, measured = nearest(unclear)
         return None, f"These rounds do not tell whether {name} is any faster: {measured}. {advice}"
     if faster:
         return single, f"Use single: {name} gains too little to be worth the trouble, {measured}."
     if ties:
-        name, measured = nearest(ties)
         return single, f"More devices gain nothing: {name} ties with single at {measured}."
     return single, f"Use single: nothing else is as fast; {name} comes nearest at {measured}."
 
 
-def _choose(comparison: Comparison, names: Sequence[str], unclear: Sequence[str]) -> tuple[Candidate, str]:
+def _nearest(candidates: Sequence[Candidate]) -> Candidate:
+    return max(candidates, key=lambda candidate: candidate.speed_up.median)
+
+
+def _choose(worth: Sequence[Candidate], unclear: Sequence[Candidate]) -> tuple[Candidate, str]:
     """Return which of several that are worth their devices to use, and the sentence that says so."""
     # Compared with the nearest round by round: two whose ranges over single overlap may still differ clearly.
-    gains, worth = _gains(comparison), [each for each in comparison.others if each.strategy in names]
-    nearest = max(worth, key=lambda each: gains[each.strategy].median)
-    tied = [each for each in worth if each is nearest or each.speed_over(nearest).shown.holds(1.0)]
+    nearest = _nearest(worth)
+    tied = [each for each in worth if each is nearest or each.speed_over(nearest).holds(1.0)]
     # One that ties because its rounds are uneven, but has a lower median than one that does not tie, is not the choice.
-    least = max((gains[each.strategy].median for each in worth if each not in tied), default=0.0)
-    tied = [each for each in tied if gains[each.strategy].median >= least]
+    least = max((each.speed_up.median for each in worth if each not in tied), default=0.0)
+    tied = [each for each in tied if each.speed_up.median >= least]
     chosen = min(tied, key=lambda candidate: PREFERENCE.index(candidate.strategy))
-    gain = gains[chosen.strategy]
+    gain = chosen.speed_up
     text = f"Use {chosen.strategy}: {gain.median:.2f}x single's speed {_range(gain)}."
     if tied_names := [candidate.strategy for candidate in tied if candidate is not chosen]:
         text += f" {_and(tied_names)} {'ties' if len(tied_names) == 1 else 'tie'} with it."
-    if maybe := [f"{each} {_range(gains[each])}" for each in unclear if gains[each].median > gain.median]:
+    if maybe := [f"{each.strategy} {_range(each.speed_up)}" for each in unclear if each.speed_up.median > gain.median]:
         text += f" These rounds do not tell whether {_and(maybe)} is any faster than single."
     return chosen, text
-
-
-def _gains(comparison: Comparison) -> dict[str, Spread]:
-    """Return the speed-ups of all others as the table shows them."""
-    return {candidate.strategy: candidate.speed_up.shown for candidate in comparison.others}
 
 
 def _explain(comparison: Comparison, chosen: Candidate | None) -> str:
@@ -432,9 +426,8 @@ def _shares(candidate: Candidate) -> str:
 def _efficiency(comparison: Comparison) -> list[str]:
     """Return which strategies reach a good efficiency, and what may explain an unexpected one."""
     setup = comparison.setup
-    gains = _gains(comparison)
     # Rounded before they are compared: what is shown as 80% has reached 80%.
-    efficiencies = [(round(gain.median / setup.num_devices, 2), name) for name, gain in gains.items()]
+    efficiencies = [(round(candidate.efficiency, 2), candidate.strategy) for candidate in comparison.others]
     good = [f"{name} ({value:.0%})" for value, name in efficiencies if value >= GOOD_EFFICIENCY]
     poor = [f"{name} ({value:.0%})" for value, name in efficiencies if value < GOOD_EFFICIENCY]
     reached = f"reached by {_and(good)}" if good else f"not reached: {_and(poor)}"
@@ -470,7 +463,7 @@ def _costs(comparison: Comparison) -> list[str]:
     texts = []
     for candidate in comparison.others:
         # The unit is what single processes in an hour, which a strategy with twice its speed does in half an hour.
-        hours = 1 / candidate.speed_up.median
+        hours = single.samples_per_s.median / candidate.samples_per_s.median
         cost = more_than_alone(hours, setup.num_devices, num_single_devices, setup.price)
         extra_joules = _joules_per_sample(candidate) - _joules_per_sample(single)
         energy = format_energy(3600 * single.samples_per_s.median * extra_joules, "+")
@@ -488,7 +481,7 @@ def _against_torch(comparison: Comparison) -> list[str]:
     sentences = []
     for name in ("dp", "ddp"):
         if (candidate := comparison.find(name)) and (torch_candidate := comparison.find(f"torch-{name}")):
-            ratio = candidate.speed_over(torch_candidate).shown
+            ratio = candidate.speed_over(torch_candidate)
             verb = "ties with" if ratio.holds(1.0) else "is faster than" if ratio.median > 1.0 else "is slower than"
             sentences.append(f"Our {name} {verb} torch-{name}: {ratio.median:.2f}x its speed {_range(ratio)}.")
     return sentences

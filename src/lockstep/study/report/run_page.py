@@ -119,7 +119,6 @@ _MACHINE = (
     ("memory_bytes", "memory of each device", "MiB"),
     ("cpu_percent", "CPU", "% of a core"),
     ("workers_cpu_percent", "loaders", "% of a core"),
-    ("core_wait_percent", "main thread or loader without a core", "% of the time"),
     ("gpu_percent", "GPU busy", "%"),
     ("gpu_throttled_percent", "GPU slowed by power or heat", "%"),
 )
@@ -140,8 +139,7 @@ def ranks_table(view: View) -> Table:
     loads = {
         name: f"{heading}, {unit}"
         for name, heading, unit in _MACHINE
-        # What a rank waited for a core is in its parts of a step.
-        if unit not in ("MiB", "% of the time") and any(record.mean(name) for record in ranks.values())
+        if unit != "MiB" and any(record.mean(name) for record in ranks.values())
     }
     labels = (part.label for part in PARTS.values())
     columns = ["rank", "device", *labels, "all", "comes last", "peak MiB", *loads.values()]

@@ -101,11 +101,6 @@ class View:
         return f"{self.figures.critical.share(*parts):.0%}"
 
     @property
-    def num_samples(self) -> float:
-        """The number of samples that it trained on."""
-        return sum(line.samples * line.num_steps for line in self.run.zero.steps)
-
-    @property
     def busy(self) -> str | None:
         """What shows that its machine was not quiet; empty if nothing does, None if that was not recorded."""
         if self.figures.critical.share("core_wait") >= _BUSY:
@@ -383,7 +378,7 @@ def compare_with_baseline(view: View, other: View, *, is_only: bool = True) -> B
     scaling = ""
     if view.figures.samples_per_s and other.figures.samples_per_s:
         obstacles = [f"{who} {run.busy}" for who, run in (("this run", view), ("that one", other)) if run.busy]
-        lengths = view.num_samples, other.num_samples
+        lengths = [sum(line.samples * line.num_steps for line in run.run.zero.steps) for run in (view, other)]
         if min(lengths) < (1 - _SAME_LENGTH) * max(lengths):
             obstacles.append("this run has {:,.0f} samples, that one {:,.0f}".format(*lengths))
         speed_up = round(view.figures.samples_per_s / other.figures.samples_per_s, 2)
