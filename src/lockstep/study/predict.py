@@ -524,9 +524,9 @@ def _fastest(prediction: Forecast, chosen: Row | None) -> str:
     if count == 1:
         return " Train on one machine, the fastest of the table."
     effect = f" ({row.method.effect})" if row.method.effect else ""
-    name = row.method.name
-    which = f"on {count} machines is {name}" if chosen else f"of the table is {name} on {count} machines"
-    return f" The fastest {which}: {speed_up:.2f} times the speed of one{effect}."
+    of = f"on {count} machines" if chosen else "of the table"
+    where = "" if chosen else f" on {count} machines"
+    return f" The fastest {of} is {row.method.name}{where}: {speed_up:.2f} times the speed of one{effect}."
 
 
 # --- as a table and JSON ----------------------------------------------------------------------------------------------

@@ -245,7 +245,7 @@ def run_benchmark(benchmark: Benchmark, world: World) -> tuple[Setup, Turns, dic
             num_parameters=sum(parameter.numel() for parameter in model.parameters()),
             single_threads=entrants[SINGLE].num_threads if SINGLE in entrants else 0,
             split_layers=split_layers(model),
-            norms_apart=tuple(name for name, each in entrants.items() if each.normalises_apart()),
+            norms_apart=tuple(name for name in names if setup.num_devices > 1 and entrants[name].normalises_apart()),
         )
         # Read only now: reading a loss waits for the device.
         return setup, turns, {name: [float(loss) for loss in values] for name, values in losses.items()}
@@ -265,7 +265,6 @@ class Entrant:
     def __init__(self, benchmark: Benchmark, name: str, world: World) -> None:
         strategy, settings = benchmark.arms[name]
         self._strategy, self._world, self.num_threads = strategy, world, benchmark.threads(strategy)
-        self._num_devices = benchmark.setup.num_devices
         # As many tries for each strategy. Threads of one operation wait for each other at its end, so small models are
         # often faster with one thread.
         tries_one = strategy == SINGLE and world.device.type == "cpu" and not benchmark.speed_only
@@ -288,7 +287,7 @@ class Entrant:
 
     def normalises_apart(self) -> bool:
         """Return whether a batch norm of this rank's model normalises over the samples of each device apart."""
-        if self.trainer is None or self._strategy == SINGLE or self._num_devices == 1:
+        if self.trainer is None or self._strategy == SINGLE:
             return False
         together = torch.nn.SyncBatchNorm if self._strategy in PER_PROCESS else ()  # replicas are alone in any case
         return any(

@@ -27,7 +27,7 @@ from lockstep.telemetry.step_times import PARTS, milliseconds
 
 # A gain below this is not worth a sentence.
 WORTH = 1.03
-# From this share of a step that waits for a core, or of the cores that others use, speeds are those of a busy machine.
+# From this share of a step that waits for a core, speeds are those of a busy machine.
 _BUSY = 0.1
 # Speeds of runs are compared if their numbers of samples differ by no more than this share.
 _SAME_LENGTH = 0.1
@@ -101,14 +101,10 @@ class View:
         return f"{self.figures.critical.share(*parts):.0%}"
 
     @property
-    def busy(self) -> str | None:
-        """What shows that its machine was not quiet; empty if nothing does, None if that was not recorded."""
-        if self.figures.critical.share("core_wait") >= _BUSY:
-            return f"waited for a core during {self.share('core_wait')} of a step"
-        used = 0.0 if self.cores is None else max(self.cores.others, self.cores.stolen, self.cores.throttled)
-        if self.cores is not None and used >= _BUSY * self.cores.total > 0:
-            return f"had {used:.1f} of {self.cores.total:g} cores taken by others"
-        return None if self.figures.critical.core_wait_s is None and self.cores is None else ""
+    def waits(self) -> bool | None:
+        """Whether steps waited for a core, so that speeds are those of a busy machine; None if unknown."""
+        times = self.figures.critical
+        return None if times.core_wait_s is None else times.share("core_wait") >= _BUSY
 
 
 @dataclass(frozen=True)
@@ -377,7 +373,8 @@ def compare_with_baseline(view: View, other: View, *, is_only: bool = True) -> B
     name += "" if is_only else f" ({other.run.folder})"
     scaling = ""
     if view.figures.samples_per_s and other.figures.samples_per_s:
-        obstacles = [f"{who} {run.busy}" for who, run in (("this run", view), ("that one", other)) if run.busy]
+        runs = ("this run", view), ("that one", other)
+        obstacles = [f"{who} waited {run.share('core_wait')} of a step for a core" for who, run in runs if run.waits]
         lengths = [sum(line.samples * line.num_steps for line in run.run.zero.steps) for run in (view, other)]
         if min(lengths) < (1 - _SAME_LENGTH) * max(lengths):
             obstacles.append("this run has {:,.0f} samples, that one {:,.0f}".format(*lengths))
@@ -386,7 +383,7 @@ def compare_with_baseline(view: View, other: View, *, is_only: bool = True) -> B
         num_times = view.num_devices / max(1, other.num_devices)
         if num_times > 1:
             scaling += f", {speed_up / num_times:.0%} of linear"
-        scaling += " (if both machines were quiet)" * (None in (view.busy, other.busy))
+        scaling += " (if both machines were quiet)" * (None in (view.waits, other.waits))
         if obstacles:
             scaling = f"its speed is not compared with that of {name}, as {', and '.join(obstacles)}"
     return BaselineComparison(name, other, _compare_losses(view, other, name), scaling)
