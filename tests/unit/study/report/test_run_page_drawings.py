@@ -8,6 +8,7 @@ from html import escape
 from click.testing import CliRunner
 
 from lockstep.cli.studies import report
+from lockstep.study.drawing import STYLE, items
 from lockstep.study.report import run_page
 from lockstep.study.report.run_page import MOST_POINTS, draw, ranks_table
 from lockstep.study.report.view import compare_with_baseline, sentences, view_run
@@ -71,6 +72,11 @@ def test_a_run_on_one_device_beside_it_tells_whether_it_is_the_same_and_how_much
         "Over 30 steps, the losses of this run and of that on one device are bitwise equal; the settings differ: seed "
         "0 here, 3 there."
     )
+
+
+def test_no_line_of_the_page_ends_within_a_number():
+    assert items(["at most 5e-08 of <b>"]) == '<li>at most <span class="number">5e-08</span> of &lt;b&gt;</li>'
+    assert ".number { white-space: nowrap; }" in STYLE
 
 
 def test_the_command_takes_several_and_draws_all_losses(tmp_path, monkeypatch):
