@@ -74,7 +74,7 @@ def _take_settings(options: dict[str, Any], *names: str) -> Settings:
     return Settings(**{name: options.pop(name) for name in names})
 
 
-_COMPARED = ("seed", "global_batch_size", "precision", "workers")
+_COMPARED = ("seed", "global_batch_size", "precision", "workers", "sync_batchnorm")
 
 
 @command()

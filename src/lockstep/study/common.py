@@ -194,6 +194,11 @@ class Spread:
         """The width of the range as a share of the median."""
         return (self.high - self.low) / self.median if self.median else 0.0
 
+    @property
+    def shown(self) -> Spread:
+        """As tables and sentences show a ratio: verdicts compare what their reader sees, and 1.00 is not faster."""
+        return Spread(round(self.median, 2), round(self.low, 2), round(self.high, 2))
+
     def holds(self, value: float) -> bool:
         """Return whether ``value`` lies within the range, so that the measurement cannot tell the two apart."""
         return self.low <= value <= self.high

@@ -3,6 +3,7 @@
 import base64
 import gzip
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from html import escape
@@ -128,8 +129,9 @@ def html_table(table: Table) -> str:
 
 
 def items(texts: Sequence[str]) -> str:
-    """Return texts as the items of a list."""
-    return "".join(f"<li>{escape(text)}</li>" for text in texts)
+    """Return texts as the items of a list, in which no line ends within a number such as ``5e-08``."""
+    html = "".join(f"<li>{escape(text)}</li>" for text in texts)
+    return re.sub(r"[\d.]+e-\d+", r'<span class="number">\g<0></span>', html)
 
 
 def figures_body(plot: str, tables: Sequence[Table], notes: Sequence[str], command: str, provenance: Provenance) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 import time
-from bisect import bisect
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -40,11 +40,13 @@ class Link:
         bytes_per_s: The rate at which a machine can send gradients while it receives as many.
         latency_s: Of one message between two ranks.
         source: The origin of the figures, in words.
+        payload: The share of its rate, as ``source`` and verdicts name it, that this is.
     """
 
     bytes_per_s: float
     latency_s: float = LAN_LATENCY_S
     source: str = "as given"
+    payload: float = 1.0
 
 
 def parse_rate(text: str) -> float:
@@ -64,7 +66,7 @@ def parse_rate(text: str) -> float:
 def given_link(text: str, latency_s: float = LAN_LATENCY_S) -> Link:
     """Return the link with the nominal rate ``text``; see `parse_rate`. A rate in bytes is that of gradients."""
     share = 1.0 if "B" in text else PAYLOAD_SHARE
-    return Link(share * parse_rate(text), latency_s, f"{text} as given")
+    return Link(share * parse_rate(text), latency_s, f"{text} as given", share)
 
 
 def format_rate(bytes_per_s: float) -> str:
@@ -304,18 +306,20 @@ def _reduced_backward_s(alone_s: float, trips: Sequence[_Trip], profile: Profile
 
 # --- the bandwidth from which more machines are worthwhile ------------------------------------------------------------
 
-_RATES = [100.0 * 1.001**step for step in range(23_040)]  # bytes per second, from 100 to 1e12
+# Bytes per second, as all numbers of bits that `format_rate` can write, from 1 kb/s to 10 Tb/s.
+_RATES = [digits * 10.0**power / 8 for power in range(1, 11) for digits in range(100, 1000)]
 
 
-def break_even(rate_over: Callable[[float], float], target: float) -> float | None:
-    """Return the smallest rate of a link, in bytes per second, with which ``rate_over`` exceeds ``target``, or None.
+def break_even(speed_over: Callable[[float], float], target: float, rates: Sequence[float] = _RATES) -> float | None:
+    """Return the smallest of ``rates``, in bytes per second, with which ``speed_over`` reaches ``target``, or None.
 
     Args:
-        rate_over: Returns the samples per second for the rate of a link; monotonic.
-        target: Samples per second.
+        speed_over: Returns the speed for the rate of a link; monotonic.
+        target: A speed.
+        rates: In order.
     """
-    place = bisect(_RATES, target, key=rate_over)
-    return _RATES[place] if place < len(_RATES) else None
+    place = bisect_left(rates, target, key=speed_over)
+    return rates[place] if place < len(rates) else None
 
 
 # --- measuring a link -------------------------------------------------------------------------------------------------

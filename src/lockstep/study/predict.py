@@ -312,8 +312,8 @@ class Row:
     Attributes:
         method: The method.
         steps: By number of machines; without numbers that leave a rank without samples.
-        pays_from: The rate of the link, in bytes per second, from which the requested machines are faster than one;
-            None if they never are.
+        pays_from: The rate of the link, in bytes per second and as it is named (see `Link.payload`), from which the
+            requested machines are `WORTH` times as fast as one; None if they never are.
     """
 
     method: Method
@@ -341,14 +341,18 @@ class Forecast:
     price: Price | None = None
     goodput: Goodput | None = None
 
-    def speed_up(self, row: Row, num_machines: int | None = None) -> float:
-        """Return the speed-up over one machine with the same global batch."""
+    def hours(self, row: Row, num_machines: int) -> float:
+        """Return how long the machines need for the samples of an hour of one machine with the same global batch."""
         baseline = row if row.method.accumulate > 1 else self.rows[0]
-        return row.steps[num_machines or self.num_machines].samples_per_s / baseline.steps[1].samples_per_s
+        return baseline.steps[1].samples_per_s / row.steps[num_machines].samples_per_s
+
+    def speed_up(self, row: Row, num_machines: int | None = None) -> float:
+        """Return the speed-up over one machine, rounded as it is shown: verdicts compare what their reader sees."""
+        return round(1 / self.hours(row, num_machines or self.num_machines), 2)
 
     def efficiency(self, row: Row, num_machines: int | None = None) -> float:
-        """Return the speed-up over the number of machines."""
-        return self.speed_up(row, num_machines) / (num_machines or self.num_machines)
+        """Return the speed-up over the number of machines, rounded as it is shown."""
+        return round(self.speed_up(row, num_machines) / (num_machines or self.num_machines), 2)
 
 
 def machine_counts(num_machines: int) -> tuple[int, ...]:
@@ -429,12 +433,17 @@ def forecast(task: str, profile: Profile, methods: Sequence[Method], link: Link,
     counts = [count for count in machine_counts(num_machines) if profile.share(count)]
 
     def pays_from(method: Method) -> float | None:
-        def rate(bytes_per_s: float) -> float:
-            link_at_rate = replace(link, bytes_per_s=bytes_per_s)
-            return links.predict_step(profile, method, link_at_rate, num_machines).samples_per_s
+        alone = links.predict_step(profile, replace(methods[0], accumulate=method.accumulate), link, 1)
 
-        one_machine = links.predict_step(profile, replace(methods[0], accumulate=method.accumulate), link, 1)
-        return links.break_even(rate, WORTH * one_machine.samples_per_s)
+        def speed_up(bytes_per_s: float) -> float:
+            link_at_rate = replace(link, bytes_per_s=link.payload * bytes_per_s)
+            step = links.predict_step(profile, method, link_at_rate, num_machines)
+            return round(step.samples_per_s / alone.samples_per_s, 2)
+
+        # The present link may lie between two rates that are tried.
+        present = link.bytes_per_s / link.payload
+        rates = [links.break_even(speed_up, WORTH), present if speed_up(present) >= WORTH else None]
+        return min(filter(None, rates), default=None)
 
     rows = [
         Row(method, {count: links.predict_step(profile, method, link, count) for count in counts}, pays_from(method))
@@ -479,8 +488,9 @@ def sentences(prediction: Forecast) -> list[str]:
         f"{prediction.speed_up(plain):.2f} times the speed of one ({milliseconds(plain.steps[1].seconds)}); each sends "
         f"{links.format_megabytes(step.sent_bytes)} a step."
     )
+    threshold = f"{WORTH:.2f} times as fast as one"
     if chosen is None:
-        turn_on = f"Train on one machine: no option makes {machines} clearly faster over this link."
+        turn_on = f"Not on {machines}: no option makes them {threshold} over this link."
     elif chosen is plain:
         turn_on = f"No option is needed: this is {prediction.efficiency(plain):.0%} of linear scaling on {machines}."
     else:
@@ -489,16 +499,34 @@ def sentences(prediction: Forecast) -> list[str]:
             f"of one machine with the same global batch, {prediction.efficiency(chosen):.0%} of linear scaling; "
             f"{chosen.method.effect}."
         )
+    turn_on += _fastest(prediction, chosen)
     minimums = [(row.method.name, row.pays_from) for row in prediction.rows if row.pays_from]
     rates = [f"{links.format_rate(rate)} on with {name}" for name, rate in minimums]
-    never = f"{machines.capitalize()} never pay for this task: no link makes them faster than one."
+    nevers = [row.method.name for row in prediction.rows if not row.pays_from]
+    never = f"No link makes {machines} {threshold} with any of these methods."
     row, ranks, price = chosen or plain, prediction.profile.ranks_per_machine, prediction.price
-    hours = {count: 1 / prediction.speed_up(row, count) for count in row.steps if count > 1}
+    hours = {count: prediction.hours(row, count) for count in row.steps if count > 1}
     cost_texts = [f"{n} machines {more_than_alone(hours[n], n * ranks, ranks, price)}" for n in hours]
     costs = f"Compared with an hour of one machine, for the same samples, {row.method.name}: {'; '.join(cost_texts)}."
-    paying = f"{machines.capitalize()} pay from {', '.join(rates)}." if rates else never
+    excluded = f"; on no link with {', '.join(nevers)}" if nevers else ""
+    paying = f"{machines} are {threshold} from {', '.join(rates)}{excluded}." if rates else never
     failing = [prediction.goodput.sentence()] if prediction.goodput else []
     return [*disturbances(prediction.profile), text, turn_on, paying, costs, *failing]
+
+
+def _fastest(prediction: Forecast, chosen: Row | None) -> str:
+    """Return what is faster than what the verdict chose, and its effect on the training; without a choice, anywhere."""
+    cells = [(row, n) for row in prediction.rows for n in row.steps if n == prediction.num_machines or not chosen]
+    row, count = max(cells, key=lambda cell: prediction.speed_up(*cell))  # of equal ones, the first
+    speed_up = prediction.speed_up(row, count)
+    if chosen and speed_up <= prediction.speed_up(chosen):
+        return ""
+    if count == 1:
+        return " Train on one machine, the fastest of the table."
+    effect = f" ({row.method.effect})" if row.method.effect else ""
+    of = f"on {count} machines" if chosen else "of the table"
+    where = "" if chosen else f" on {count} machines"
+    return f" The fastest {of} is {row.method.name}{where}: {speed_up:.2f} times the speed of one{effect}."
 
 
 # --- as a table and JSON ----------------------------------------------------------------------------------------------
@@ -529,8 +557,8 @@ def footnote(prediction: Forecast) -> str:
         "Time of a step, and efficiency: the speed-up over one machine with the same global batch, divided by the "
         f"number of machines. That batch is {prediction.profile.global_batch_size}, but {ACCUMULATE} times as large "
         f"with accumulate {ACCUMULATE}; * is another training run. The bytes that each machine sends in a step, and "
-        f"the link from which it pays, are for {prediction.num_machines} machines. Of a link given in bits, "
-        f"{links.PAYLOAD_SHARE:.0%} carry gradients."
+        f"the link from which it pays ({WORTH:.2f} times the speed of one machine), are for {prediction.num_machines} "
+        f"machines. Of a link given in bits, {links.PAYLOAD_SHARE:.0%} carry gradients."
     )
 
 

@@ -305,14 +305,16 @@ class Sweep(Shown):
     @property
     def verdict(self) -> str:
         """The result, and the changes that seemed faster when their time was up."""
-        text = "No allowed change is faster than the settings at the start."
+        text = "No allowed change is clearly faster than the settings at the start."
+        if any(result.stage == TOGETHER and result.why for result in self.results):
+            text = "No change is kept: together, those marked as kept are no faster than the settings at the start."
         if self.found != self.start:
             text = "The total gain was not measured: time was up."
             if self.total is not None:
                 text = f"All changes together: {_times(self.total)} of the settings at the start."
         if seemed := "; ".join(filter(None, (result.seemed for result in self.results))):
-            text = f"{text.replace('is faster', 'is known to be faster')} When time was up, these seemed faster: "
-            text += f"{seemed}: run again with --minutes {math.ceil(self.seconds / 30)}."
+            text += f" When time was up, these seemed faster: {seemed}: run again with --minutes "
+            text += f"{math.ceil(self.seconds / 30)}."
         return text
 
     def trial(self, tried: Mapping[str, FitSettings], until: float = math.inf) -> Benchmark:
@@ -399,7 +401,7 @@ class Sweep(Shown):
         results = []
         for changes, name in zip(proposals, list(tried)[1:], strict=True):
             effect = self.effect_of(base, tried[name])
-            ratio = paired_ratio(rounds[NOW], rounds[name]) if rounds[NOW] else None
+            ratio = paired_ratio(rounds[NOW], rounds[name]).shown if rounds[NOW] else None
             result = Result(stage, changes, effect, ratio, len(rounds[NOW]))
             offer = "" if effect in self.allowed else _OFFERS[effect].format(" and ".join(self.layers))
             result.why = failure or result.why_no_gain or offer

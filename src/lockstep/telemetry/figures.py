@@ -401,9 +401,9 @@ class Figures:
     """The figures of a recorded run.
 
     Args:
-        step_s: From the beginning of a step to that of the next: the median.
+        step_s: From the beginning of a step to that of the next: the mean over the steps without spikes.
         slow_step_s: One step in twenty takes longer than this.
-        samples_per_s: Over all steps except the first ones and spikes.
+        samples_per_s: Of the same steps.
         tokens_per_s: The same for what the loss counts; None if that is samples.
         total_s: From the beginning of the first step to the end of the last.
         by_rank: Means over the steps without spikes.
@@ -441,8 +441,9 @@ def find_figures(run: Recorded) -> Figures:
     critical = combine([step.times[step.last_rank] for step in calm])
     stragglers = [] if critical.exposed_s is None else find_stragglers({rank: pace_of(times[rank]) for rank in times})
     ended_s = max(steps[-1].time + steps[-1].times.total_s for steps in records)
+    step_s = trained_s / len(calm)
     return Figures(
-        step_s=median(lasted_s),
+        step_s=step_s,
         slow_step_s=lasted_s[math.floor(0.95 * len(lasted_s))],
         samples_per_s=sum(step_lines[0].samples for step_lines in lines) / trained_s,
         tokens_per_s=None if None in counts else sum(filter(None, counts)) / trained_s,
@@ -450,5 +451,5 @@ def find_figures(run: Recorded) -> Figures:
         by_rank={rank: combine(rank_times) for rank, rank_times in times.items()},
         critical=critical,
         last_share={rank: last_ranks[rank] / len(calm) for rank in times},
-        straggler=stragglers[0] if stragglers else None,
+        straggler=replace(stragglers[0], step_s=step_s) if stragglers else None,
     )

@@ -103,6 +103,10 @@ class StepTimes:
         """Return the seconds of parts in `PARTS`, or of another time, by name; 0 if unknown."""
         return sum(getattr(self, f"{name}_s") or 0.0 for name in names)
 
+    def share(self, *names: str) -> float:
+        """Return the share of the step that these parts are: its one definition, for all tables and sentences."""
+        return self.part(*names) / (self.total_s or 1.0)
+
     def parts(self) -> dict[str, float]:
         """Return the seconds of the parts that are known, by name and in order."""
         return {name: self.part(name) for name in PARTS if getattr(self, f"{name}_s") is not None}

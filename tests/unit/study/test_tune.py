@@ -214,13 +214,16 @@ def test_what_seemed_faster_when_time_was_up_is_in_the_verdict(rounds, seconds, 
     seemed = "When time was up, these seemed faster: strategy dp 2.32 times as fast"
     again = f"run again with --minutes {minutes}."
     assert nothing.verdict == (
-        "No allowed change is known to be faster than the settings at the start. "
+        "No allowed change is clearly faster than the settings at the start. "
         f"{seemed}; precision bf16 3.00 times as fast: {again}"
     )
     assert replace(OUTCOME, results=[*OUTCOME.results, one], seconds=seconds).verdict == (
         f"All changes together: 1.52 times the samples/s (1.41 to 1.61) of the settings at the start. {seemed}: {again}"
     )
-    assert replace(nothing, results=[slower]).verdict == "No allowed change is faster than the settings at the start."
+    assert (
+        replace(nothing, results=[slower]).verdict
+        == "No allowed change is clearly faster than the settings at the start."
+    )
 
 
 def test_a_total_that_time_did_not_reach_is_not_a_change_that_seemed_faster():
@@ -233,7 +236,7 @@ def test_a_total_that_time_did_not_reach_is_not_a_change_that_seemed_faster():
 def test_nothing_found_leaves_what_there_was(tmp_path):
     outcome = replace(OUTCOME, found=OUTCOME.start, total=Spread(1.01, 0.9, 1.1))
     text = tuning.as_file(outcome, task_file="mine.py", file="tuned.toml", facts={})
-    assert "# No allowed change is faster than the settings at the start.\n" in text
+    assert "# No allowed change is clearly faster than the settings at the start.\n" in text
     (tmp_path / "tuned.toml").write_text(text)
     assert read_settings(tmp_path / "tuned.toml") == {"devices": 2, "strategy": "ddp", "clip": 1.0}
 

@@ -245,6 +245,7 @@ def run_benchmark(benchmark: Benchmark, world: World) -> tuple[Setup, Turns, dic
             num_parameters=sum(parameter.numel() for parameter in model.parameters()),
             single_threads=entrants[SINGLE].num_threads if SINGLE in entrants else 0,
             split_layers=split_layers(model),
+            norms_apart=tuple(name for name in names if setup.num_devices > 1 and entrants[name].normalises_apart()),
         )
         # Read only now: reading a loss waits for the device.
         return setup, turns, {name: [float(loss) for loss in values] for name, values in losses.items()}
@@ -283,6 +284,15 @@ class Entrant:
         """End its processes and free its memory."""
         if self.trainer is not None:
             self.trainer.close()
+
+    def normalises_apart(self) -> bool:
+        """Return whether a batch norm of this rank's model normalises over the samples of each device apart."""
+        if self.trainer is None or self._strategy == SINGLE:
+            return False
+        together = torch.nn.SyncBatchNorm if self._strategy in PER_PROCESS else ()  # replicas are alone in any case
+        return any(
+            isinstance(each, BatchNorm) and not isinstance(each, together) for each in self.trainer.model.modules()
+        )
 
     def turn(self, run: Callable[[Trainer], T]) -> T | None:
         """Wait for all ranks, then call ``run`` on the ranks that compute and return its result; None on the others."""

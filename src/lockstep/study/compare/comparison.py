@@ -108,13 +108,13 @@ class Candidate:
         self.loss_difference = self.last_loss - (single or self).losses[-1]
 
     def speed_over(self, other: Candidate) -> Spread:
-        """Return the samples/s of this one over those of ``other``, with the range of the rounds' own ratios.
+        """Return the samples/s of this one over those of ``other``, as shown, with the range of the rounds' own ratios.
 
         The two turns of a round have the same load of the machine. The ratio of the medians need not lie within that
         range, which then reaches as far.
         """
-        ratio = self.samples_per_s.median / other.samples_per_s.median
-        rounds = paired_ratio(_rates(self), _rates(other))
+        ratio = round(self.samples_per_s.median / other.samples_per_s.median, 2)
+        rounds = paired_ratio(_rates(self), _rates(other)).shown
         return Spread(ratio, min(ratio, rounds.low), max(ratio, rounds.high))
 
 
@@ -134,6 +134,7 @@ class Setup:
         single_threads: Of single, the number that was fastest in the warm-up; 0 before.
         split_layers: Kinds of layer whose result depends on how a batch is split (batch norm, dropout ...).
         price: Of a device for an hour, if it is known.
+        norms_apart: Strategies on several devices whose batch norms normalise over the samples of each device apart.
     """
 
     task: str
@@ -152,6 +153,7 @@ class Setup:
     single_threads: int = 0
     split_layers: tuple[str, ...] = ()
     price: Price | None = None
+    norms_apart: tuple[str, ...] = ()
 
     @property
     def num_steps_in_all(self) -> int:
@@ -283,7 +285,8 @@ def _ms(seconds: float) -> str:
     return f"{milliseconds:.2f}" if milliseconds < 100 else f"{milliseconds:,.0f}"
 
 
-# The verdict: what the figures mean, in words. Pure functions from a comparison to sentences.
+# The verdict: what the figures mean, in words. Pure functions from a comparison to sentences. They compare figures as
+# the tables show them (`Spread.shown`), so that no sentence contradicts a row.
 
 # Speed-up over devices that a sound set-up reaches.
 GOOD_EFFICIENCY = 0.8
@@ -334,35 +337,55 @@ def judge(comparison: Comparison) -> Verdict:
         use, sentences = chosen.strategy if chosen else "", [recommendation]
         if comparison.setup.num_rounds >= FEWEST_ROUNDS:
             sentences += [_explain(comparison, chosen), *_efficiency(comparison), *_against_torch(comparison)]
-    sentences += [*_loss(comparison), *_noise(comparison), *(_costs(comparison) if comparison.others else ())]
+    sentences += [*_batch_norms(comparison), *_loss(comparison), *_noise(comparison)]
+    sentences += _costs(comparison) if comparison.others else []
     return Verdict(use, (*_core_wait(comparison), *sentences))
 
 
 def _recommend(comparison: Comparison) -> tuple[Candidate | None, str]:
     """Return what to use and the sentence that says so; None if the rounds do not tell."""
-    single, num_rounds = comparison.single, comparison.setup.num_rounds
-    nearest = max(comparison.others, key=lambda candidate: candidate.speed_up.median)
+    single, others, num_rounds = comparison.single, comparison.others, comparison.setup.num_rounds
+    faster = [each for each in others if each.speed_up.low > 1.0]
+    ties = [each for each in others if each.speed_up.holds(1.0)]
+    unclear = [each for each in ties if each.speed_up.high >= WORTH]
+    is_enough = num_rounds >= FEWEST_ROUNDS
+    if is_enough and (worth := [each for each in faster if each.speed_up.median >= WORTH]):
+        return _choose(worth, unclear)
+    nearest = _nearest((unclear or (not faster and ties) or others) if is_enough else others)
     gain, name = nearest.speed_up, nearest.strategy
     measured = f"{gain.median:.2f}x single's speed {_range(gain)}"
     command, rounds = re.sub(r" --rounds[ =]\d+", "", comparison.setup.command), max(10, 2 * num_rounds)
     advice = f"For more rounds: {command} --rounds {rounds}" if command else f"For more rounds: rounds={rounds}"
-    if num_rounds < FEWEST_ROUNDS:
+    if not is_enough:
         return None, f"Too few rounds to decide, {num_rounds} of {FEWEST_ROUNDS}: {name} comes to {measured}. {advice}"
-    if gain.holds(1.0) and gain.high >= WORTH:
+    if unclear:
         return None, f"These rounds do not tell whether {name} is any faster: {measured}. {advice}"
-    if gain.holds(1.0):
-        return single, f"More devices gain nothing: {name} ties with single at {measured}."
-    if gain.median < 1.0:
-        return single, f"Use single: nothing else is as fast; {name} comes nearest at {measured}."
-    if gain.median < WORTH:
+    if faster:
         return single, f"Use single: {name} gains too little to be worth the trouble, {measured}."
+    if ties:
+        return single, f"More devices gain nothing: {name} ties with single at {measured}."
+    return single, f"Use single: nothing else is as fast; {name} comes nearest at {measured}."
+
+
+def _nearest(candidates: Sequence[Candidate]) -> Candidate:
+    return max(candidates, key=lambda candidate: candidate.speed_up.median)
+
+
+def _choose(worth: Sequence[Candidate], unclear: Sequence[Candidate]) -> tuple[Candidate, str]:
+    """Return which of several that are worth their devices to use, and the sentence that says so."""
     # Compared with the nearest round by round: two whose ranges over single overlap may still differ clearly.
-    faster = [candidate for candidate in comparison.others if candidate.speed_up.low > 1.0]
-    tied = [candidate for candidate in faster if candidate is nearest or candidate.speed_over(nearest).holds(1.0)]
+    nearest = _nearest(worth)
+    tied = [each for each in worth if each is nearest or each.speed_over(nearest).holds(1.0)]
+    # One that ties because its rounds are uneven, but has a lower median than one that does not tie, is not the choice.
+    least = max((each.speed_up.median for each in worth if each not in tied), default=0.0)
+    tied = [each for each in tied if each.speed_up.median >= least]
     chosen = min(tied, key=lambda candidate: PREFERENCE.index(candidate.strategy))
-    text = f"Use {chosen.strategy}: {chosen.speed_up.median:.2f}x single's speed {_range(chosen.speed_up)}."
+    gain = chosen.speed_up
+    text = f"Use {chosen.strategy}: {gain.median:.2f}x single's speed {_range(gain)}."
     if tied_names := [candidate.strategy for candidate in tied if candidate is not chosen]:
         text += f" {_and(tied_names)} {'ties' if len(tied_names) == 1 else 'tie'} with it."
+    if maybe := [f"{each.strategy} {_range(each.speed_up)}" for each in unclear if each.speed_up.median > gain.median]:
+        text += f" These rounds do not tell whether {_and(maybe)} is any faster than single."
     return chosen, text
 
 
@@ -372,8 +395,9 @@ def _explain(comparison: Comparison, chosen: Candidate | None) -> str:
     if chosen and chosen is not single:
         return _shares(chosen)
     divided = comparison.find("ddp") or comparison.others[-1]
-    starved = _share(single.step, "data_wait")
-    if starved >= STARVED:
+    if chosen is None:
+        return _shares(divided)
+    if (starved := single.step.share("data_wait")) >= STARVED:
         return f"Single waits for data during {starved:.0%} of its step: faster loading gains more than devices do."
     # What a divided step takes beyond its ideal is communication or overhead. The ideal is single's step divided by the
     # devices or, on CPU, where single already uses all cores, single's step itself.
@@ -381,7 +405,7 @@ def _explain(comparison: Comparison, chosen: Candidate | None) -> str:
     total_s = divided.step.total_s
     lost = max(0.0, total_s - ideal_s) / total_s
     communication = min(divided.step.part("exposed") / total_s, lost)
-    if chosen is None or lost < TOO_SMALL:
+    if lost < TOO_SMALL:
         return _shares(divided)
     return (
         f"The step is too short to gain from {_devices(setup)} at {setup.global_batch_size / setup.num_devices:g} "
@@ -390,14 +414,10 @@ def _explain(comparison: Comparison, chosen: Candidate | None) -> str:
     )
 
 
-def _share(step: StepTimes, *parts: str) -> float:
-    return sum(map(step.part, parts)) / sum(step.parts().values())
-
-
 def _shares(candidate: Candidate) -> str:
     name, step = candidate.strategy, candidate.step
-    computing, waiting = _share(step, "forward", "backward", "optimizer"), _share(step, "data_wait")
-    work = f"takes {computing:.0%}, communication that is not hidden {_share(step, 'wire'):.0%}"
+    computing, waiting = step.share("forward", "backward", "optimizer"), step.share("data_wait")
+    work = f"takes {computing:.0%}, communication that is not hidden {step.share('wire'):.0%}"
     if step.exposed_s is None:
         work = f"and communication, which cannot be told apart, take {computing:.0%}"
     return f"Of a step of {name} ({step.total_s * 1e3:.1f} ms), computing {work}, waiting for data {waiting:.0%}."
@@ -406,7 +426,8 @@ def _shares(candidate: Candidate) -> str:
 def _efficiency(comparison: Comparison) -> list[str]:
     """Return which strategies reach a good efficiency, and what may explain an unexpected one."""
     setup = comparison.setup
-    efficiencies = [(candidate.efficiency, candidate.strategy) for candidate in comparison.others]
+    # Rounded before they are compared: what is shown as 80% has reached 80%.
+    efficiencies = [(round(candidate.efficiency, 2), candidate.strategy) for candidate in comparison.others]
     good = [f"{name} ({value:.0%})" for value, name in efficiencies if value >= GOOD_EFFICIENCY]
     poor = [f"{name} ({value:.0%})" for value, name in efficiencies if value < GOOD_EFFICIENCY]
     reached = f"reached by {_and(good)}" if good else f"not reached: {_and(poor)}"
@@ -415,15 +436,14 @@ def _efficiency(comparison: Comparison) -> list[str]:
     # Single computes with all the cores that the others have together; not if one thread is faster.
     if setup.device == "cpu" and 1 < setup.num_devices <= comparison.single.num_threads:
         text += f" All share {setup.num_cores} cores, so {1 / setup.num_devices:.0%} is single's own speed."
-    if max(candidate.efficiency for candidate in comparison.others) >= 1.005:
+    if max(efficiencies)[0] > 1.0:
         text += " More than 100% means that single is held back, as by caches: try another --global-batch-size."
     return [text]
 
 
 def _core_wait(comparison: Comparison) -> list[str]:
     """Return a warning if steps waited for cores, as the figures then depend on what else the machine does."""
-    times = {candidate.strategy: [turn.times for turn in candidate.turns] for candidate in comparison.contenders}
-    waits = {name: median(step.part("core_wait") / step.total_s for step in steps) for name, steps in times.items()}
+    waits = {candidate.strategy: candidate.step.share("core_wait") for candidate in comparison.contenders}
     if max(waits.values()) < CROWDED:
         return []
     shares = _and([f"{name} {share:.0%}" for name, share in waits.items()])
@@ -443,7 +463,7 @@ def _costs(comparison: Comparison) -> list[str]:
     texts = []
     for candidate in comparison.others:
         # The unit is what single processes in an hour, which a strategy with twice its speed does in half an hour.
-        hours = 1 / candidate.speed_up.median
+        hours = single.samples_per_s.median / candidate.samples_per_s.median
         cost = more_than_alone(hours, setup.num_devices, num_single_devices, setup.price)
         extra_joules = _joules_per_sample(candidate) - _joules_per_sample(single)
         energy = format_energy(3600 * single.samples_per_s.median * extra_joules, "+")
@@ -467,6 +487,21 @@ def _against_torch(comparison: Comparison) -> list[str]:
     return sentences
 
 
+def _batch_norms(comparison: Comparison) -> list[str]:
+    """Return which strategies normalise over other samples than single, and so train in another way."""
+    names = [candidate.strategy for candidate in comparison.others]
+    apart = [name for name in names if name in comparison.setup.norms_apart]
+    if not apart:
+        return []
+    text = f"Batch norms of {_and(apart)} normalise over the samples of each device apart"
+    if whole := [name for name in names if name not in apart]:
+        return [
+            f"{text}, those of {_and(whole)} over all devices, as on one, which takes exchanges: the times and losses "
+            "are not of the same run. To compare alike: --no-sync-batchnorm, or Settings(sync_batchnorm=False)."
+        ]
+    return [f"{text}, those of single over the whole batch: its losses are of another run."]
+
+
 def _loss(comparison: Comparison) -> list[str]:
     """Return whether the losses agree: from the same weights and samples, only rounding may differ."""
     setup, single = comparison.setup, comparison.single
@@ -478,8 +513,9 @@ def _loss(comparison: Comparison) -> list[str]:
     scale = abs(single.losses[0]) or 1.0
     tolerance = FIRST_LOSS_TOLERANCE[setup.precision]
     tolerances = f"first step {tolerance:.0e}, last step {LAST_LOSS_TOLERANCE:.0e}, as shares of the first loss"
-    firsts = [abs(candidate.losses[0] - single.losses[0]) / scale for candidate in comparison.others]
-    lasts = [abs(candidate.loss_difference) / scale for candidate in comparison.others]
+    # As shown, see above.
+    firsts = [float(f"{abs(other.losses[0] - single.losses[0]) / scale:.1e}") for other in comparison.others]
+    lasts = [float(f"{abs(other.loss_difference) / scale:.1e}") for other in comparison.others]
     differing = [
         f"{candidate.strategy} (first step {first:.1e}, last step {last:.1e})"
         for candidate, first, last in zip(comparison.others, firsts, lasts, strict=True)

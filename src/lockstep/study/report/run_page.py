@@ -119,7 +119,6 @@ _MACHINE = (
     ("memory_bytes", "memory of each device", "MiB"),
     ("cpu_percent", "CPU", "% of a core"),
     ("workers_cpu_percent", "loaders", "% of a core"),
-    ("core_wait_percent", "waiting for a core", "%"),
     ("gpu_percent", "GPU busy", "%"),
     ("gpu_throttled_percent", "GPU slowed by power or heat", "%"),
 )
@@ -247,7 +246,8 @@ def _parts(view: View) -> str | None:
         return None
     ranks = {f"rank {rank}": view.figures.by_rank[rank].parts() for rank in shown_ranks(view)}
     top = {"critical": view.figures.critical.parts()} if len(ranks) > 1 else {}
-    note = "The bar on top is the work that the others waited for: what shortens it shortens the step." if top else ""
+    note = "The bar on top is the work that the others waited for: what shortens it shortens the step. " if top else ""
+    note += f"The shares in the summary are those of {'this bar' if top else 'the bar'}."
     return drawing.stacked_bars("Where the time of a step goes", "milliseconds per step, mean", top | ranks, note)
 
 
@@ -416,9 +416,7 @@ def draw_timeline(view: View) -> str | None:
     traces = [drawing.bars(part, spans, height=heights.get(part, 0.42)) for part, spans in by_part.items() if spans]
     y_axis = {"tickvals": [*range(len(labels))], "ticktext": labels, "range": [len(labels) - 0.4, -0.6]}
     note = "Thin lines below a bar are buckets of gradients, from ready over sent to reduced."
-    lasted_s = {part: sum(bar[2] for bar in spans) for part, spans in by_part.items() if part in PARTS.values()}
-    if core_s := lasted_s[PARTS["core_wait"]]:
-        share = core_s / sum(lasted_s.values())
-        note += f" Waiting for a core ({share:.0%} of the time) is the end of each phase: only its sum is known."
+    if by_part[PARTS["core_wait"]]:
+        note += " Waiting for a core is the end of each phase: only its sum in a step is known."
     alt = f"What each rank did when, as bars, in steps {', '.join(str(step[ranks[0]].step + 1) for step in steps)}."
     return drawing.plot("Timeline", alt, traces, drawing.bars_layout("milliseconds", len(labels), y_axis), note)

@@ -27,6 +27,10 @@ from lockstep.telemetry.step_times import PARTS, milliseconds
 
 # A gain below this is not worth a sentence.
 WORTH = 1.03
+# From this share of a step that waits for a core, speeds are those of a busy machine.
+_BUSY = 0.1
+# Speeds of runs are compared if their numbers of samples differ by no more than this share.
+_SAME_LENGTH = 0.1
 _WORTH_WORKERS_ON_CPU = 1.3
 
 
@@ -94,7 +98,13 @@ class View:
 
     def share(self, *parts: str) -> str:
         """Return the share of parts of a step in words."""
-        return f"{self.part(*parts) / self.part('total'):.0%}"
+        return f"{self.figures.critical.share(*parts):.0%}"
+
+    @property
+    def waits(self) -> bool | None:
+        """Whether steps waited for a core, so that speeds are those of a busy machine; None if unknown."""
+        times = self.figures.critical
+        return None if times.core_wait_s is None else times.share("core_wait") >= _BUSY
 
 
 @dataclass(frozen=True)
@@ -363,11 +373,19 @@ def compare_with_baseline(view: View, other: View, *, is_only: bool = True) -> B
     name += "" if is_only else f" ({other.run.folder})"
     scaling = ""
     if view.figures.samples_per_s and other.figures.samples_per_s:
-        speed_up = view.figures.samples_per_s / other.figures.samples_per_s
+        runs = ("this run", view), ("that one", other)
+        obstacles = [f"{who} waited {run.share('core_wait')} of a step for a core" for who, run in runs if run.waits]
+        lengths = [sum(line.samples * line.num_steps for line in run.run.zero.steps) for run in (view, other)]
+        if min(lengths) < (1 - _SAME_LENGTH) * max(lengths):
+            obstacles.append("this run has {:,.0f} samples, that one {:,.0f}".format(*lengths))
+        speed_up = round(view.figures.samples_per_s / other.figures.samples_per_s, 2)
         scaling = f"{speed_up:.2f} times as fast as {name}"
         num_times = view.num_devices / max(1, other.num_devices)
         if num_times > 1:
             scaling += f", {speed_up / num_times:.0%} of linear"
+        scaling += " (if both machines were quiet)" * (None in (view.waits, other.waits))
+        if obstacles:
+            scaling = f"its speed is not compared with that of {name}, as {', and '.join(obstacles)}"
     return BaselineComparison(name, other, _compare_losses(view, other, name), scaling)
 
 
@@ -432,8 +450,7 @@ def _how_fast(view: View, baselines: Sequence[BaselineComparison]) -> str:
 
 def _where(view: View) -> str:
     figures, network, critical = view.figures, view.network, view.figures.critical
-    total_s = critical.total_s or 1.0
-    percents = {name: round(100 * seconds / total_s) for name, seconds in critical.parts().items()}
+    percents = {name: round(100 * critical.share(name)) for name in critical.parts()}
     named = ["core_wait"] if view.is_starved else ["forward", "backward", "optimizer"]
     # The sum of the rounded parts, so that what is printed adds up; less than half a percent is noise.
     share = sum(percents.get(name, 0) for name in named)

@@ -8,6 +8,7 @@ from html import escape
 from click.testing import CliRunner
 
 from lockstep.cli.studies import report
+from lockstep.study.drawing import STYLE, items
 from lockstep.study.report import run_page
 from lockstep.study.report.run_page import MOST_POINTS, draw, ranks_table
 from lockstep.study.report.view import compare_with_baseline, sentences, view_run
@@ -33,13 +34,13 @@ def machine_lines(**figures):
 def single(folder, **changes):
     """Return a run on one device, which takes 20 ms a step."""
     settings = {"strategy": "single", "seed": 0, **changes}
-    lines = steps(forward_s=0.012, exposed_s=0.0, interval_s=0.020)
+    lines = steps(forward_s=0.012, exposed_s=0.0, interval_s=0.020, core_wait_s=0.0)
     return view_run(write_run(folder, [lines], [session(1, settings=settings)]))
 
 
 def double(folder, loss=0.0):
     """Return the same on two, in 11 ms; one loss is off by ``loss``."""
-    lines = steps()
+    lines = steps(core_wait_s=0.0)
     lines[7]["loss"] += loss
     return view_run(write_run(folder, [lines, lines], [session(2, settings={"strategy": "ddp", "seed": 0})]))
 
@@ -56,8 +57,10 @@ def test_a_run_on_one_device_beside_it_tells_whether_it_is_the_same_and_how_much
         "digits trains 5,818 samples/s on 2 CPU processes, 11.0 ms a step; 1.82 times as fast as one device, 91% of "
         "linear."
     )
-    slow = view_run(write_run(tmp_path / "slow", [steps(interval_s=0.016)] * 2))
-    assert compare_with_baseline(slow, beside.view).scaling == "1.25 times as fast as one device, 62% of linear"
+    unknown = view_run(write_run(tmp_path / "slow", [steps(interval_s=0.016)] * 2))
+    assert compare_with_baseline(unknown, beside.view).scaling == (
+        "1.25 times as fast as one device, 62% of linear (if both machines were quiet)"
+    )
     other = double(tmp_path / "wrong", loss=0.15)
     other.run.ranks[0].steps[0] = replace(other.run.ranks[0].steps[0], loss=1.9)
     assert compare_with_baseline(other, beside.view).loss_note == (
@@ -69,6 +72,11 @@ def test_a_run_on_one_device_beside_it_tells_whether_it_is_the_same_and_how_much
         "Over 30 steps, the losses of this run and of that on one device are bitwise equal; the settings differ: seed "
         "0 here, 3 there."
     )
+
+
+def test_no_line_of_the_page_ends_within_a_number():
+    assert items(["at most 5e-08 of <b>"]) == '<li>at most <span class="number">5e-08</span> of &lt;b&gt;</li>'
+    assert ".number { white-space: nowrap; }" in STYLE
 
 
 def test_the_command_takes_several_and_draws_all_losses(tmp_path, monkeypatch):
@@ -235,7 +243,7 @@ def test_bars_and_timeline_have_the_same_parts(tmp_path):
         "exchange": [(9, 1), (12, 1)],
         "other": [(10, 4), (13, 1)],
     }
-    assert "Waiting for a core (14% of the time) is the end of each phase" in "".join(draw(view_run(tmp_path / "run")))
+    assert "Waiting for a core is the end of each phase: only its sum" in "".join(draw(view_run(tmp_path / "run")))
 
 
 def test_each_rank_has_a_row_with_its_parts_memory_and_load(tmp_path):
