@@ -2,6 +2,7 @@
 
     python tools/bench.py             all parts of the session; about an hour on two cores
     python tools/bench.py --quick     the same with few short rounds, to see that it runs; kept in runs/bench
+    python tools/bench.py --parts F   a session in several runs: the parts in the folder F are not measured again
     python tools/bench.py NAME ...    these scripts of bench/ alone; what each prints is kept in bench/results/NAME.txt
     python tools/bench.py --since X   is this checkout slower than commit X? Kept in bench/results/versions.txt
     python tools/bench.py --report    the page and the tables once more, from the newest run
@@ -82,7 +83,7 @@ def main(arguments: Sequence[str]) -> int:
             return since(options.since, options.quick)
         if options.names:
             return alone(options.names, options.quick)
-        return whole(options.quick, shlex.join(["python", "tools/bench.py", *arguments]))
+        return whole(options.quick, shlex.join(["python", "tools/bench.py", *arguments]), options.parts)
     except KeyboardInterrupt:
         print("Stopped; nothing was kept.", file=sys.stderr)
         return 130
@@ -94,15 +95,20 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="a script of bench/")
     parser.add_argument("--quick", action="store_true", help="few short rounds; figures mean nothing")
+    parser.add_argument(
+        "--parts", type=Path, metavar="FOLDER", help="keep each part there, and measure what is missing"
+    )
     parser.add_argument("--since", metavar="COMMIT", help="is this checkout slower than that commit? Status 1 if it is")
     parser.add_argument("--report", action="store_true", help="write the page and the tables from the newest run")
     return parser.parse_args(arguments)
 
 
-def whole(quick: bool, command: str) -> int:
-    """Run all parts and keep them as one run, if all succeeded."""
+def whole(quick: bool, command: str, folder: Path | None) -> int:
+    """Run all parts, but those in ``folder``, and keep them as one run, if all succeeded."""
     provenance, start = gather(), time.monotonic()
-    parts = measure(list(PARTS), quick)
+    with contextlib.nullcontext(folder) if folder else tempfile.TemporaryDirectory() as place:
+        Path(place).mkdir(parents=True, exist_ok=True)
+        parts = measure(list(PARTS), quick, Path(place))
     if parts is None:
         return 1
     run: Run = {
@@ -122,18 +128,18 @@ def whole(quick: bool, command: str) -> int:
     return report(run)
 
 
-def measure(names: Sequence[str], quick: bool) -> dict[str, Any] | None:
-    """Run these parts and return what they recorded; None if one failed."""
+def measure(names: Sequence[str], quick: bool, folder: Path) -> dict[str, Any] | None:
+    """Run those of these parts that are not in ``folder``; return what all recorded, or None if one failed."""
     parts: dict[str, Any] = {}
     start = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        for number, name in enumerate(names, 1):
-            head(f"{number}/{len(names)} {name}, {(time.monotonic() - start) / 60:.0f} minutes so far")
-            kept = Path(folder, f"{name}.json")
-            if run_script([*PARTS[name], "--json", str(kept), *(["--quick"] if quick else [])], None):
-                print(f"{name} failed, so there is no run to keep.", file=sys.stderr)
-                return None
-            parts[name] = json.loads(kept.read_text())
+    for number, name in enumerate(names, 1):
+        head(f"{number}/{len(names)} {name}, {(time.monotonic() - start) / 60:.0f} minutes so far")
+        kept = folder / f"{name}.json"
+        arguments = [*PARTS[name], "--json", str(kept.absolute()), *(["--quick"] if quick else [])]
+        if not kept.exists() and run_script(arguments, None):
+            print(f"{name} failed, so there is no run to keep.", file=sys.stderr)
+            return None
+        parts[name] = json.loads(kept.read_text())
     return parts
 
 
