@@ -95,9 +95,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="a script of bench/")
     parser.add_argument("--quick", action="store_true", help="few short rounds; figures mean nothing")
-    parser.add_argument(
-        "--parts", type=Path, metavar="FOLDER", help="keep each part there, and measure what is missing"
-    )
+    parser.add_argument("--parts", type=Path, metavar="FOLDER", help="keep each part there; measure what is missing")
     parser.add_argument("--since", metavar="COMMIT", help="is this checkout slower than that commit? Status 1 if it is")
     parser.add_argument("--report", action="store_true", help="write the page and the tables from the newest run")
     return parser.parse_args(arguments)
