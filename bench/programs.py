@@ -172,8 +172,12 @@ class Run:
 
 def shortened(text: str) -> str:
     """Return the beginning of a message, without paths."""
-    text = re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+", "", " ".join(text.split()))
+    text = without_paths(" ".join(text.split()))
     return text if len(text) <= 200 else text[:197] + "..."
+
+
+def without_paths(text: str) -> str:
+    return re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+", "", text)
 
 
 def start(program: Program, words: Sequence[str], root: Path, packages: Path, *, records: bool = True) -> Run:
@@ -279,7 +283,7 @@ def verified(run: Run, file: Path) -> dict[str, Any]:
     else:
         text = "not the same run: " + (", ".join(each["cause"] for each in found["causes"]) or "cause not found")
     verdict = found["verdict"]
-    return {"text": text, "verdict": verdict if isinstance(verdict, list) else [verdict]}
+    return {"text": text, "verdict": [without_paths(line) for line in verdict]}
 
 
 def cells(program: Program, source: Path, packages: Path) -> dict[str, Any]:

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from bench.programs_list.table import NOT_RUN, PROGRAMS
+
 PAGE = Path(__file__).parent.parent / "docs" / "works_with.md"
 
 INTRO = """\
@@ -34,6 +36,7 @@ def page(programs: Mapping[str, Any]) -> Iterator[str]:
     several = {name: row for name, row in programs.items() if "prepare" not in row and "missing" not in row}
     single = {name: row for name, row in programs.items() if "prepare" in row}
     missing = {name: row["missing"] for name, row in programs.items() if "missing" in row}
+    missing |= {each.name: "in the table, but not run yet" for each in PROGRAMS if each.name not in programs} | NOT_RUN
     yield "# Programs that it was run with\n"
     yield from (INTRO, "", LEGEND, "")
     yield "## Written for several devices: `--adopt`\n"
@@ -51,9 +54,8 @@ def page(programs: Mapping[str, Any]) -> Iterator[str]:
     if notes:
         yield ""
         yield from (f"{number}. `{note.replace('`', chr(39))}`" for note, number in notes.items())
-    if missing:
-        yield "\nNot run here:\n"
-        yield from (f"- {name}: {reason}." for name, reason in missing.items())
+    yield "\n## Not run\n"
+    yield from (f"- {name}: {reason}." for name, reason in missing.items())
     yield "\n## How to repeat it\n"
     yield "```bash"
     yield "python -m bench.programs                              # what is missing in bench/results/programs.json"

@@ -120,22 +120,28 @@ PROGRAMS = (
         "--data-dir tiny --model test_vit --img-size 64 --batch-size 2 --epochs 2 --warmup-epochs 0 --workers 1 "
         "--device cpu --no-prefetcher --num-classes 2 --opt adamw --log-interval 1",
         data.pictures, packages=VISION, paths=("train.py", "timm"),
+        edits=(
+            ("train.py", "device_ids=[device]", "device_ids=None"),
+        ),
     ),
     Program(
         "open_clip", "mlfoundations/open_clip", "89fb801f1e6087880e951fc8354b8a2077b79c6d",
         "src/open_clip_train/main.py",
         "--dataset-type synthetic --train-data none --train-num-samples 8 --model ViT-S-32-alt --batch-size 2 --epochs 1 "
         "--workers 0 --device cpu --dist-backend gloo --precision fp32 --warmup 1 --log-every-n-steps 1",
-        packages=(*VISION, "timm", "ftfy", "regex", "wcwidth", "webdataset", "braceexpand"),
+        packages=(*VISION, "timm", "ftfy", "regex", "wcwidth", "webdataset", "braceexpand"), paths=("src",),
+        edits=(
+            ("src/open_clip_train/main.py", "device_ids=[device]", "device_ids=None"),
+        ),
     ),
     Program(
         "pytorch/examples: vae", *EXAMPLES, "vae/main.py", "--epochs 1 --batch-size 8 --no-accel --log-interval 1",
-        data.digits, "vae", packages=VISION, paths=("vae",), note="draws noise in forward",
+        data.digits, "vae", packages=VISION, paths=("vae",), note="sums its loss, draws noise in forward",
         prepare=(
             ("vae/main.py", "import argparse\n", "import argparse\nimport lockstep\n"),
             ("vae/main.py", "optimizer = optim.Adam(model.parameters(), lr=1e-3)\n",
              "optimizer = optim.Adam(model.parameters(), lr=1e-3)\n"
-             "model, train_loader, test_loader = lockstep.prepare(model, train_loader, test_loader)\n"),
+             "model, train_loader = lockstep.prepare(model, train_loader)\n"),
             ("vae/main.py", "model.decode(", "model.module.decode("),
         ),
     ),
@@ -143,7 +149,7 @@ PROGRAMS = (
         "DiT", "facebookresearch/DiT", "ed81ce2229091fd4ecc9a223645f95cf379d582b", "train.py",
         "--data-path tiny/train --model DiT-S/8 --num-classes 2 --epochs 2 --global-batch-size 4 --num-workers 0 "
         "--log-every 1 --ckpt-every 1000",
-        data.pictures, packages=(*VISION, "timm", "diffusers"), on_cpus=("train.py",), note="an encoder without weights",
+        data.pictures, packages=(*VISION, "timm", "diffusers", "regex", "importlib_metadata", "zipp"), on_cpus=("train.py",), note="with a random encoder, another on each rank",
         edits=(
             ("train.py", "device = rank % 2", 'device = "cpu"'),
             ("train.py", 'AutoencoderKL.from_pretrained(f"stabilityai/sd-vae-ft-{args.vae}")',
@@ -196,3 +202,14 @@ PROGRAMS = (
         ),
     ),
 )  # fmt: skip
+
+NOT_RUN = {
+    "Barlow Twins": "starts its own ranks, one for each GPU that it finds",
+    "SwAV": "needs NVIDIA's apex",
+    "improved-diffusion": "needs MPI, and wraps its model only where there is CUDA",
+    "torchtnt, auto_unit_example": "starts its own ranks",
+    "Composer, custom_models": "reads its data from a folder at the root of the machine",
+    "EDM, StyleGAN2-ADA, yolov5, diffusers, sentence-transformers, mmengine": "no row in the table yet",
+    "cleanrl, fairseq, PyG, speechbrain, nanochat, Transformers' examples": "no row in the table yet",
+}
+"""Programs that were asked for, and why they have no runs."""
