@@ -13,7 +13,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "works_with.md"
 INTRO = """\
 Public training programs at a named commit, on 2 CPU ranks, with tiny data and models. A script runs them and writes \
 this page; every cell is the result of a run. The programs are fetched by the person who runs it, none is part of this \
-repository. These are a few steps of each, on CPUs: they show that the weights are those of torch, not that a model is \
+repository. These are a few steps of each, on CPUs: they compare weights, and do not show that a model is \
 trained well."""
 
 LEGEND = """\
