@@ -1,7 +1,8 @@
-"""The figures in the README, docs/speed.md and docs/comparison.md are those of the newest runs in bench/results."""
+"""The figures in README and docs are those of the newest runs in bench/results."""
 
 import pytest
 
+from bench import programs, programs_page
 from bench.conformance import DEADLINE_S, PEERS, ROWS, read
 from bench.conformance_page import PAGE, page
 from bench.report import gpu
@@ -20,3 +21,9 @@ def test_the_gpu_results_are_those_of_the_filed_runs():
 
 def test_the_comparison_is_that_of_the_filed_runs():
     assert PAGE.read_text() == "\n".join(page(read()["rows"], ROWS, PEERS, DEADLINE_S)) + "\n"
+
+
+def test_the_programs_are_those_of_the_filed_runs():
+    rows = programs.read()["programs"]
+    assert programs_page.PAGE.read_text() == "\n".join(programs_page.page(rows)) + "\n"
+    assert set(rows) <= {program.name for program in programs.PROGRAMS}

@@ -1,0 +1,83 @@
+"""Tiny data for the programs, text of Python's library and noise. Each function writes below a program's folder."""
+
+import argparse
+import gzip
+import json
+import struct
+import textwrap
+import wave
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+
+def text(length: int = 20_000) -> str:
+    """Return text that every Python has."""
+    return (Path(argparse.__file__).read_text() + Path(textwrap.__file__).read_text())[:length]
+
+
+def characters(root: Path) -> None:
+    (root / "input.txt").write_text(text(4000) + "O God, O God!")
+
+
+def tokens(root: Path) -> None:
+    """Write what nanoGPT's prepare.py writes."""
+    folder = root / "data" / "tiny"
+    folder.mkdir(parents=True)
+    for name in ("train", "val"):
+        np.frombuffer(text().encode("ascii", "replace"), dtype=np.uint8).astype(np.uint16).tofile(
+            folder / f"{name}.bin"
+        )
+
+
+def words(root: Path) -> None:
+    """Write the files of a corpus as word_language_model reads them."""
+    folder = root / "tiny"
+    folder.mkdir()
+    for name, length in (("train", 12_000), ("valid", 2500), ("test", 2500)):
+        (folder / f"{name}.txt").write_text(text(length))
+
+
+def pictures(root: Path, *, classes: int = 2, each: int = 4, size: int = 64) -> None:
+    """Write a folder of pictures for each class, for training and for validation."""
+    noise = np.random.default_rng(0)
+    for part in ("train", "val"):
+        for label in range(classes):
+            folder = root / "tiny" / part / f"class{label}"
+            folder.mkdir(parents=True)
+            for index in range(each):
+                pixels = noise.integers(0, 256, (8, 8, 3), dtype=np.uint8)
+                Image.fromarray(pixels).resize((size, size)).save(folder / f"{index}.png")
+
+
+def digits(root: Path) -> None:
+    """Write MNIST's files with few pictures of noise, where pytorch/examples looks for them."""
+    folder = root.parent / "data" / "MNIST" / "raw"
+    folder.mkdir(parents=True, exist_ok=True)
+    noise = np.random.default_rng(0)
+    for name, count in (("train", 64), ("t10k", 16)):
+        pixels = noise.integers(0, 256, (count, 28, 28), dtype=np.uint8).tobytes()
+        labels = (np.arange(count) % 10).astype(np.uint8).tobytes()
+        for kind, head, body in (
+            ("images-idx3", struct.pack(">4i", 2051, count, 28, 28), pixels),
+            ("labels-idx1", struct.pack(">2i", 2049, count), labels),
+        ):
+            (folder / f"{name}-{kind}-ubyte").write_bytes(head + body)
+            (folder / f"{name}-{kind}-ubyte.gz").write_bytes(gzip.compress(head + body))
+
+
+def sounds(root: Path) -> None:
+    """Write short sounds, their lists, and a small configuration, for HiFi-GAN."""
+    folder = root / "tiny"
+    folder.mkdir()
+    noise = np.random.default_rng(0)
+    for index in range(8):
+        with wave.open(str(folder / f"{index}.wav"), "wb") as file:
+            file.setparams((1, 2, 22050, 0, "NONE", ""))
+            file.writeframes(noise.integers(-9000, 9000, 12000, dtype=np.int16).tobytes())
+    (folder / "train.txt").write_text("\n".join(f"{index}|" for index in range(8)))
+    (folder / "valid.txt").write_text("0|")
+    config = json.loads((root / "config_v3.json").read_text())
+    config |= {"batch_size": 2, "segment_size": 2048, "num_workers": 0, "upsample_initial_channel": 32}
+    (folder / "config.json").write_text(json.dumps(config))

@@ -1,0 +1,215 @@
+"""The programs: where they are, what is put in place, how they are started, and every line that is changed."""
+
+# ruff: noqa: E501  (commands and sentences as they are)
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.programs_list import data
+
+ON_CPUS = tuple((re.compile(old), new) for old, new in (
+    (r"""(['"])nccl\1""", r"\1gloo\1"),
+    (r"""(?<!== )f?(['"])cuda(:(\d+|\{[^}]*\}))?\1(?! in )""", r"\1cpu\1"),
+    (r"\.cuda\([^()]*\)", ""),
+    (r"assert torch\.cuda\.is_available\(\).*", "pass"),
+    (r"torch\.cuda\.(set_device|synchronize|empty_cache)\((?:[^()]|\([^()]*\))*\)", "None"),
+    (r"torch\.cuda\.device_count\(\)", "2"),
+    (r"device_ids=\[[^\]]*\]", "device_ids=None"),
+))  # fmt: skip
+"""What a program that is written for CUDA needs on CPUs, in the files that ``Program.on_cpus`` names."""
+
+VISION = ("torchvision",)
+
+
+def nothing(root: Path) -> None:
+    """Place no data, for a program that makes its own."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A public training program.
+
+    Args:
+        name: What the page calls it.
+        repository: OWNER/NAME on GitHub.
+        commit: In full.
+        script: The program, from the root of the repository.
+        arguments: Of the program.
+        place: Writes the data, below the folder in which the program runs.
+        folder: Where it runs, from the root.
+        on_cpus: Files in which CUDA is replaced by ``ON_CPUS``.
+        edits: Further changes without which it does not run here: file, old, new.
+        prepare: Changes that bring ``lockstep.prepare`` into a program for one device; also says that it is one.
+        packages: What it imports that Lockstep's environment lacks, without what these need themselves.
+        paths: What is taken of a large repository; empty: all.
+        environment: Variables.
+        adopts: For ``verify``, ``lockstep.adopt()`` is its first line: torch's own classes do not run it on CPUs.
+        note: What a reader of its row must know.
+    """
+
+    name: str
+    repository: str
+    commit: str
+    script: str
+    arguments: str
+    place: Callable[[Path], None] = nothing
+    folder: str = ""
+    on_cpus: tuple[str, ...] = ()
+    edits: tuple[tuple[str, str, str], ...] = ()
+    prepare: tuple[tuple[str, str, str], ...] = ()
+    packages: tuple[str, ...] = ()
+    paths: tuple[str, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
+    adopts: bool = False
+    note: str = ""
+
+
+EXAMPLES = ("pytorch/examples", "77f55b912142e11fcfdf5b530231fb9c52f181e8")
+PROGRAMS = (
+    Program(
+        "nanoGPT", "karpathy/nanoGPT", "3adf61e154c3fe3fca428ad6bc3818b27a3b8291", "train.py",
+        "--dataset=tiny --device=cpu --backend=gloo --compile=False --dtype=float32 --max_iters=8 --eval_interval=4 "
+        "--eval_iters=2 --n_layer=2 --n_head=2 --n_embd=32 --block_size=32 --batch_size=4 "
+        "--gradient_accumulation_steps=4 --learning_rate=1e-2 --warmup_iters=2",
+        data.tokens, on_cpus=("train.py",),
+    ),
+    Program(
+        "minGPT, chargpt", "karpathy/minGPT", "37baab71b9abea1b76ab957409a1cc2fbfba8a26", "projects/chargpt/chargpt.py",
+        "--model.model_type=gpt-nano --data.block_size=16 --trainer.max_iters=8 --trainer.batch_size=8 "
+        "--trainer.num_workers=0 --model.embd_pdrop=0.0 --model.resid_pdrop=0.0 --model.attn_pdrop=0.0",
+        data.characters, note="dropout off",
+        prepare=(
+            ("mingpt/trainer.py", "import torch\n", "import lockstep\nimport torch\n"),
+            ("mingpt/trainer.py", "        model.train()\n        self.iter_num",
+             "        model, train_loader = lockstep.prepare(model, train_loader)\n        model.train()\n"
+             "        self.iter_num"),
+        ),
+    ),
+    Program(
+        "pytorch/examples: mnist", *EXAMPLES, "mnist/main.py", "--epochs 2 --batch-size 8 --no-accel --log-interval 1",
+        data.digits, "mnist", packages=VISION, paths=("mnist",), note="dropout off",
+        edits=(
+            ("mnist/main.py", "Dropout(0.25)", "Dropout(0.0)"),
+            ("mnist/main.py", "Dropout(0.5)", "Dropout(0.0)"),
+        ),
+        prepare=(
+            ("mnist/main.py", "import argparse\n", "import argparse\nimport lockstep\n"),
+            ("mnist/main.py", "    scheduler = StepLR",
+             "    model, train_loader, test_loader = lockstep.prepare(model, train_loader, test_loader)\n"
+             "    scheduler = StepLR"),
+        ),
+    ),
+    Program(
+        "pytorch/examples: ddp-tutorial-series", *EXAMPLES, "distributed/ddp-tutorial-series/multigpu_torchrun.py",
+        "2 1 --batch_size 256", folder="distributed/ddp-tutorial-series", paths=("distributed/ddp-tutorial-series",),
+        on_cpus=("distributed/ddp-tutorial-series/multigpu_torchrun.py",),
+        edits=(
+            ("distributed/ddp-tutorial-series/multigpu_torchrun.py", ".to(self.gpu_id)", '.to("cpu")'),
+        ),
+    ),
+    Program(
+        "VICReg", "facebookresearch/vicreg", "4e12602fd495af83efd1631fbe82523e6db092e0", "main_vicreg.py",
+        "--data-dir tiny --arch resnet34 --mlp 32-32-32 --epochs 2 --batch-size 4 --num-workers 0 --device cpu",
+        data.pictures, packages=VISION, on_cpus=("main_vicreg.py", "distributed.py"), adopts=True,
+        note="torch refuses SyncBatchNorm on CPUs",
+    ),
+    Program(
+        "timm", "huggingface/pytorch-image-models", "aa4b5850c1543fa488abf260f18390eda46cf85d", "train.py",
+        "--data-dir tiny --model test_vit --img-size 64 --batch-size 2 --epochs 2 --warmup-epochs 0 --workers 1 "
+        "--device cpu --no-prefetcher --num-classes 2 --opt adamw --log-interval 1",
+        data.pictures, packages=VISION, paths=("train.py", "timm"),
+        edits=(
+            ("train.py", "device_ids=[device]", "device_ids=None"),
+        ),
+    ),
+    Program(
+        "open_clip", "mlfoundations/open_clip", "89fb801f1e6087880e951fc8354b8a2077b79c6d",
+        "src/open_clip_train/main.py",
+        "--dataset-type synthetic --train-data none --train-num-samples 8 --model ViT-S-32-alt --batch-size 2 --epochs 1 "
+        "--workers 0 --device cpu --dist-backend gloo --precision fp32 --warmup 1 --log-every-n-steps 1",
+        packages=(*VISION, "timm", "ftfy", "regex", "wcwidth", "webdataset", "braceexpand"), paths=("src",),
+        edits=(
+            ("src/open_clip_train/main.py", "device_ids=[device]", "device_ids=None"),
+        ),
+    ),
+    Program(
+        "pytorch/examples: vae", *EXAMPLES, "vae/main.py", "--epochs 1 --batch-size 8 --no-accel --log-interval 1",
+        data.digits, "vae", packages=VISION, paths=("vae",), note="sums its loss, draws noise in forward",
+        prepare=(
+            ("vae/main.py", "import argparse\n", "import argparse\nimport lockstep\n"),
+            ("vae/main.py", "optimizer = optim.Adam(model.parameters(), lr=1e-3)\n",
+             "optimizer = optim.Adam(model.parameters(), lr=1e-3)\n"
+             "model, train_loader = lockstep.prepare(model, train_loader)\n"),
+            ("vae/main.py", "model.decode(", "model.module.decode("),
+        ),
+    ),
+    Program(
+        "DiT", "facebookresearch/DiT", "ed81ce2229091fd4ecc9a223645f95cf379d582b", "train.py",
+        "--data-path tiny/train --model DiT-S/8 --num-classes 2 --epochs 2 --global-batch-size 4 --num-workers 0 "
+        "--log-every 1 --ckpt-every 1000",
+        data.pictures, packages=(*VISION, "timm", "diffusers", "regex", "importlib_metadata", "zipp"), on_cpus=("train.py",), note="with a random encoder, another on each rank",
+        edits=(
+            ("train.py", "device = rank % 2", 'device = "cpu"'),
+            ("train.py", 'AutoencoderKL.from_pretrained(f"stabilityai/sd-vae-ft-{args.vae}")',
+             'AutoencoderKL(down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4, '
+             "block_out_channels=(4,) * 4, norm_num_groups=2)"),
+        ),
+    ),
+    Program(
+        "MAE", "facebookresearch/mae", "efb2a8062c206524e35e47d04501ed4f544c0ae8", "main_pretrain.py",
+        "--data_path tiny --model mae_vit_base_patch16 --batch_size 2 --epochs 2 --warmup_epochs 0 --num_workers 0 "
+        "--device cpu --mask_ratio 0.9 --lr 1e-3 --output_dir=",
+        data.pictures, packages=(*VISION, "timm"), on_cpus=("util/misc.py", "main_pretrain.py", "engine_pretrain.py"),
+        note="a newer timm",
+        edits=(
+            ("main_pretrain.py", 'assert timm.__version__ == "0.3.2"', 'assert timm.__version__'),
+            ("main_pretrain.py", "optim_factory.add_weight_decay", "optim_factory.param_groups_weight_decay"),
+            ("models_mae.py", "qk_scale=None, ", ""),
+            ("util/misc.py", "from torch._six import inf", "from math import inf"),
+            ("util/pos_embed.py", "np.float)", "float)"),
+        ),
+    ),
+    Program(
+        "DINO", "facebookresearch/dino", "7c446df5b9f45747937fb0d72314eb9f7b66930a", "main_dino.py",
+        "--arch vit_tiny --data_path tiny/train --out_dim 256 --batch_size_per_gpu 2 --epochs 2 --warmup_epochs 0 "
+        "--local_crops_number 2 --num_workers 0 --use_fp16 false --freeze_last_layer 0 --warmup_teacher_temp_epochs 0",
+        data.pictures, packages=VISION, on_cpus=("utils.py", "main_dino.py"),
+        edits=(
+            ("main_dino.py", ' + torch.hub.list("facebookresearch/xcit:main")', ""),
+        ),
+    ),
+    Program(
+        "HiFi-GAN", "jik876/hifi-gan", "4769534d45265d52a904b850da5a622601885777", "train.py",
+        "--config tiny/config.json --input_wavs_dir tiny --input_training_file tiny/train.txt "
+        "--input_validation_file tiny/valid.txt --training_epochs 1 --validation_interval 100 --stdout_interval 1",
+        data.sounds,
+        packages=("librosa", "soundfile", "audioread", "lazy_loader", "pooch", "soxr", "numba", "llvmlite", "decorator",
+                  "msgpack", "matplotlib", "contourpy", "cycler", "fonttools", "kiwisolver", "pyparsing"),
+        edits=(
+            ("train.py", "torch.device('cuda:{:d}'.format(rank))", "torch.device('cpu')"),
+            ("meldataset.py", "librosa_mel_fn(sampling_rate, n_fft, num_mels, fmin, fmax)",
+             "librosa_mel_fn(sr=sampling_rate, n_fft=n_fft, n_mels=num_mels, fmin=fmin, fmax=fmax)"),
+            ("meldataset.py", "spec = torch.stft(", "spec = torch.view_as_real(torch.stft("),
+            ("meldataset.py", "onesided=True)", "onesided=True, return_complex=True))"),
+        ),
+        prepare=(
+            ("train.py", "import itertools\n", "import itertools\nimport lockstep\n"),
+            ("train.py", "    generator.train()\n    mpd.train()\n    msd.train()\n    for",
+             "    generator, mpd, msd, train_loader = lockstep.prepare(generator, mpd, msd, train_loader)\n"
+             "    generator.train()\n    mpd.train()\n    msd.train()\n    for"),
+        ),
+    ),
+)  # fmt: skip
+
+NOT_RUN = {
+    "Barlow Twins": "starts its own ranks, one for each GPU that it finds",
+    "SwAV": "needs NVIDIA's apex",
+    "improved-diffusion": "needs MPI, and wraps its model only where there is CUDA",
+    "torchtnt, auto_unit_example": "starts its own ranks",
+    "Composer, custom_models": "reads its data from a folder at the root of the machine",
+    "EDM, StyleGAN2-ADA, yolov5, diffusers, sentence-transformers, mmengine": "no row in the table yet",
+    "cleanrl, fairseq, PyG, speechbrain, nanochat, Transformers' examples": "no row in the table yet",
+}
+"""Programs that were asked for, and why they have no runs."""
