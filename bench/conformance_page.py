@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 PAGE = Path(__file__).parent.parent / "docs" / "comparison.md"
-OURS = ("lockstep_script", "lockstep_fit")
+OURS = ("lockstep_prepare", "lockstep_script", "lockstep_fit")
 RIGHT = {"same", "equal"}
 NUMBER = r"(after |off by )([\d.]+(?:e[+-]\d+)?)"
 

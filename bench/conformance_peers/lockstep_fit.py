@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,10 @@ class Script:
         self.case = case
 
     def on_step_end(self, run: Any) -> None:
-        """Stop, or call a collective on rank zero alone."""
+        """Stop, unfreeze, edit a parameter on one rank, or call a collective on rank zero alone."""
+        shared.edit_if_due(self.case, run.rank, run.step, run.model)
+        if run.step == run.steps_per_epoch:
+            shared.unfreeze_if_due(self.case, 1, run.model)
         if run.step == self.case.stop_at:
             run.stop("the case says so")
         if self.case.alone and run.step == run.steps_per_epoch and run.is_rank_zero:
@@ -70,13 +74,9 @@ def metrics(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     return {"accuracy": shared.right_of(model(batch["inputs"]), batch).double()}
 
 
-def train(case: Case) -> None:
-    """Train or evaluate."""
-    if case.edits:
-        raise NotOffered("A task has no place between backward and the step.")
-    if case.looks:
-        raise NotOffered("A task has no loader.")
-    task = lockstep.Task(
+def task_of(case: Case) -> lockstep.Task:
+    """Return the task of the case."""
+    return lockstep.Task(
         model=partial(shared.make_model, case),
         dataset=partial(make_dataset, case),
         eval_dataset=partial(shared.make_data, case) if case.evaluates else None,
@@ -87,6 +87,21 @@ def train(case: Case) -> None:
         global_batch_size=shared.BATCH,
         callbacks=[Script(case)],
     )
+
+
+def train(case: Case) -> None:
+    """Train or evaluate."""
+    if case.edits:
+        raise NotOffered("A task has no place between backward and the step.")
+    if case.looks:
+        raise NotOffered("A task has no loader.")
+    if case.second:
+        raise NotOffered("A task has one data set to train on.")
+    if case.ahead:
+        raise NotOffered("`fit` has the loop.")
+    if case.evaluates_first:
+        lockstep.evaluate(task_of(replace(case, evaluates=True)), model=shared.make_model(case))
+    task = task_of(case)
     if case.evaluates:
         found = lockstep.evaluate(task, model=shared.make_model(case))
         record("metrics", loss=found["loss"], accuracy=found["accuracy"])
