@@ -13,9 +13,11 @@ NUMBER = r"(after |off by )([\d.]+(?:e[+-]\d+)?)"
 INTRO = """\
 The same small trainings in float64, on 2 and 3 CPU ranks, with Lockstep and with other projects. Each program is
 written as the documentation of its project says ([bench/conformance_peers](../bench/conformance_peers/torch_ddp.py)),
-with its defaults first. A switch that the documentation offers has its own line. A script writes this page: every cell
-is the result of a run. The reference is one plain process that trains on the whole batches, or the same program on one
-rank where random numbers or the order are its own. These are small runs on CPUs, not all that a project can do."""
+with its defaults first. A switch that the documentation offers has its own line. Lockstep has three programs: a
+script for one device with `prepare`, a script with its classes in the place of torch's (drop-in), and a task for
+`fit`. A script writes this page: every cell is the result of a run. The reference is one plain process that trains on
+the whole batches, or the same program on one rank where random numbers or the order are its own. These are small runs
+on CPUs, not all that a project can do."""
 
 LEGEND = """\
 | cell | meaning |
@@ -31,6 +33,11 @@ LEGEND = """\
 | not offered | the program has no place for it |"""
 
 
+NOT_RUN = [
+    "- Composer was not run: mosaicml 0.32.1, its newest release, asks for torch below 2.7.1.",
+]
+
+
 class Row(Protocol):
     """A row of bench/conformance.py."""
 
@@ -40,12 +47,24 @@ class Row(Protocol):
     kind: str
 
 
-def write(results: Mapping[str, Any], rows: Sequence[Any], peers: Mapping[str, str], deadline_s: int) -> None:
-    """Write the page."""
-    PAGE.write_text("\n".join(page(results["rows"], rows, peers, deadline_s)) + "\n")
+def write(
+    results: Mapping[str, Any],
+    rows: Sequence[Any],
+    peers: Mapping[str, str],
+    only: Mapping[str, Sequence[str]],
+    deadline_s: int,
+) -> None:
+    """Write the page; peers in ``only`` have no column in the first table."""
+    PAGE.write_text("\n".join(page(results["rows"], rows, peers, only, deadline_s)) + "\n")
 
 
-def page(cells: Mapping[str, Any], rows: Sequence[Row], peers: Mapping[str, str], deadline_s: int) -> Iterator[str]:
+def page(
+    cells: Mapping[str, Any],
+    rows: Sequence[Row],
+    peers: Mapping[str, str],
+    only: Mapping[str, Sequence[str]],
+    deadline_s: int,
+) -> Iterator[str]:
     """Yield the lines of the page; only peers and rows of which there are runs."""
     asked, known = (
         rows,
@@ -54,10 +73,11 @@ def page(cells: Mapping[str, Any], rows: Sequence[Row], peers: Mapping[str, str]
     rows = [row for row in rows if row.key in cells]
     yield "# Is it the same run?\n"
     yield from (INTRO.replace("\n", " "), "", LEGEND.format(deadline=deadline_s), "")
-    yield "| question | " + " | ".join(known.values()) + " |"
-    yield "|---|" + "---|" * len(known)
+    columns = {peer: name for peer, name in known.items() if peer not in only}
+    yield "| question | " + " | ".join(columns.values()) + " |"
+    yield "|---|" + "---|" * len(columns)
     for row in rows:
-        short = [summary(row, cells[row.key].get(peer)) for peer in known]
+        short = [summary(row, cells[row.key].get(peer)) for peer in columns]
         yield f"| [{row.title}](#{row.key}) | " + " | ".join(short) + " |"
     yield "\n## Where Lockstep is not right, or others are as well\n"
     for row in rows:
@@ -66,7 +86,7 @@ def page(cells: Mapping[str, Any], rows: Sequence[Row], peers: Mapping[str, str]
         yield f"\n## {row.title} {{#{row.key}}}\n\n{row.question}\n"
         yield from details(cells[row.key], known)
     yield "\n## How it was measured\n"
-    yield from measured(cells, asked, peers)
+    yield from measured(cells, asked, peers, only)
 
 
 def is_right(row: Row, finding: Mapping[str, str]) -> bool:
@@ -141,7 +161,9 @@ def details(cells: Mapping[str, Any], known: Mapping[str, str]) -> Iterator[str]
         yield from (f"{number}. `{note.replace('`', chr(39))}`" for note, number in notes.items())
 
 
-def measured(cells: Mapping[str, Any], rows: Sequence[Row], peers: Mapping[str, str]) -> Iterator[str]:
+def measured(
+    cells: Mapping[str, Any], rows: Sequence[Row], peers: Mapping[str, str], only: Mapping[str, Sequence[str]]
+) -> Iterator[str]:
     """Yield versions, machine, dates and commits."""
     all_cells = [cell for row in cells.values() for cell in row.values()]
     versions = {name: number for cell in all_cells for name, number in cell["versions"].items()}
@@ -155,8 +177,10 @@ def measured(cells: Mapping[str, Any], rows: Sequence[Row], peers: Mapping[str, 
     yield f"- Versions: {', '.join(f'{name} {number}' for name, number in sorted(versions.items()))}."
     yield f"- Machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory']}, {machine['os']}, "
     yield f"  Python {newest['versions']['python']}, torch {newest['versions']['torch']}."
+    yield from NOT_RUN
     yield f"- Dates: {', '.join(dates)}. Commits: {', '.join(commits)}."
     for peer, name in peers.items():
-        titles = [row.title for row in rows if peer not in cells.get(row.key, {})]
+        asked = [row for row in rows if row.key in only.get(peer, [row.key])]
+        titles = [row.title for row in asked if peer not in cells.get(row.key, {})]
         if titles:
             yield f"- Not run yet, {name}: {'all' if len(titles) == len(rows) else ', '.join(titles)}."

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from bench.conformance_peers import shared
-from bench.conformance_peers.shared import UNUSED, Case, record
+from bench.conformance_peers.shared import SEEDS, UNUSED, Case, record
 
 PACKAGES = ("accelerate",)
 JOIN, SPLIT, SEEDABLE = "even_batches=False, join_uneven_inputs", "split_batches=True", "use_seedable_sampler=True"
@@ -33,6 +33,7 @@ SWITCHES = {
     "metrics": (GATHER,),
     "fewer": ("join_uneven_inputs",),
     "unfreeze": (UNUSED,),
+    "dropout": (SEEDS,),
     "divided": (NOT_PREPARED,),
 }
 command = shared.torchrun
@@ -56,6 +57,8 @@ def train(case: Case) -> None:
     )
     rank, num_ranks = accelerator.process_index, accelerator.num_processes
     module: nn.Module = shared.make_model(case)
+    if switch == SEEDS:
+        set_seed(0, device_specific=True)
     if switch == SYNC:
         module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
     batch_size = shared.BATCH // case.accumulate if switch == SPLIT else case.micro_batch(num_ranks)

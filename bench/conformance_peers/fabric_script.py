@@ -10,12 +10,20 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from bench.conformance_peers import shared
-from bench.conformance_peers.shared import UNUSED, Case, record
+from bench.conformance_peers.shared import SEEDS, UNUSED, Case, record
 from bench.conformance_peers.torch_ddp import Shard
 
 PACKAGES = ("lightning",)
 OWN_SAMPLER, SYNC = "use_distributed_sampler=False, own sampler", "SyncBatchNorm"
-SWITCHES = {"uneven": (OWN_SAMPLER,), "batchnorm": (SYNC,), "metrics": (OWN_SAMPLER,), "unfreeze": (UNUSED,)}
+SWITCHES = {
+    "uneven": (OWN_SAMPLER,),
+    "batchnorm": (SYNC,),
+    "metrics": (OWN_SAMPLER,),
+    "unfreeze": (UNUSED,),
+    "dropout": (SEEDS,),
+}
+FORKS = False
+"""In a forked process it does not start."""
 command = shared.torchrun
 
 
@@ -27,6 +35,8 @@ def train(case: Case) -> None:
     fabric.launch()
     seed_everything(0, verbose=False)
     module: nn.Module = shared.make_model(case)
+    if case.switch == SEEDS:
+        seed_everything(fabric.global_rank, verbose=False)
     if case.switch == SYNC:
         module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
     model, optimizer = fabric.setup(module, shared.make_optimizer(module.parameters()))

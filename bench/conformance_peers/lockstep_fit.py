@@ -18,10 +18,15 @@ from bench.conformance_peers.shared import Batch, Case, NotOffered, record
 
 PACKAGES = ("lockstep-torch",)
 EXACT, APART = "reproducible=6", "sync_batchnorm=False"
+WHOLE = "optimizer=lambda model: ..."
+"""The optimizer gets the frozen parameters, too."""
+FORKS = False
+"""A run that was stopped ends with code 75."""
 SWITCHES = {
     "gradients": (EXACT,),
     "batchnorm": (APART, EXACT),
     "dropout": (EXACT,),
+    "unfreeze": (WHOLE,),
     "resume": (EXACT,),
 }
 SHUFFLES_ALWAYS = True
@@ -74,6 +79,16 @@ def metrics(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     return {"accuracy": shared.right_of(model(batch["inputs"]), batch).double()}
 
 
+def with_parameters(parameters: Any) -> Any:
+    """Return an optimizer of those that are trained as the run begins."""
+    return shared.make_optimizer(parameters)
+
+
+def with_model(model: nn.Module) -> Any:
+    """Return an optimizer of all parameters."""
+    return shared.make_optimizer(model.parameters())
+
+
 def task_of(case: Case) -> lockstep.Task:
     """Return the task of the case."""
     return lockstep.Task(
@@ -82,7 +97,7 @@ def task_of(case: Case) -> lockstep.Task:
         eval_dataset=partial(shared.make_data, case) if case.evaluates else None,
         metrics=metrics if case.evaluates else None,
         loss=partial(loss, case),
-        optimizer=lambda parameters: shared.make_optimizer(parameters),
+        optimizer=with_model if case.switch == WHOLE else with_parameters,
         schedule=(lambda optimizer, num_steps: shared.make_schedule(optimizer)) if case.schedule else None,
         global_batch_size=shared.BATCH,
         callbacks=[Script(case)],
@@ -109,7 +124,8 @@ def train(case: Case) -> None:
     checkpoint = Path(case.folder) / "saved" if case.stop_at or case.resumes or case.kill_at else None
     result = lockstep.fit(
         task,
-        epochs=case.epochs,
+        epochs=None if case.divided else case.epochs,
+        steps=case.epochs * case.num_samples // shared.BATCH if case.divided else None,
         accumulate=case.accumulate,
         clip=case.clip,
         checkpoint=checkpoint,

@@ -27,6 +27,8 @@ VICTIM = 1
 """The rank that is killed, has one batch less, or edits a parameter."""
 DIVERGES_AFTER = 3
 """The step after which it does."""
+SEEDS = "a seed for each rank"
+"""The switch of a script that seeds its ranks differently."""
 UNUSED = "frozen after wrapping, find_unused_parameters=True"
 """The switch of torch's DDP, and of what wraps it, for parameters that take part later."""
 
@@ -92,9 +94,14 @@ class NotOffered(Exception):
 _OUT = "CONFORMANCE_OUT"
 
 
+def _rank() -> int:
+    """Return the rank of this process; torchft's replicas are launched each by itself."""
+    return int(os.environ.get("REPLICA_GROUP_ID") or os.environ.get("RANK", 0))
+
+
 def record(what: str, **values: Any) -> None:
     """Append a line to the file of this process, whole, so that a killed process has written all that it did."""
-    line = json.dumps({"t": time.monotonic(), "what": what, "rank": int(os.environ.get("RANK", 0)), **values}) + "\n"
+    line = json.dumps({"t": time.monotonic(), "what": what, "rank": _rank(), **values}) + "\n"
     file = os.open(Path(os.environ[_OUT]) / f"{os.getpid()}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(file, line.encode())
     os.close(file)

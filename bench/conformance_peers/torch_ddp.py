@@ -13,14 +13,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from bench.conformance_peers import shared
-from bench.conformance_peers.shared import UNUSED, Case, record
+from bench.conformance_peers.shared import SEEDS, UNUSED, Case, record
 
 PACKAGES = ("torch", "torchdata")
-STATEFUL = "StatefulDataLoader"
+STATEFUL, OWN_SAMPLER = "StatefulDataLoader", "own sampler, without padding"
 SWITCHES = {
     "uneven": ("drop_last=True", "no sampler padding, Join"),
     "batchnorm": ("SyncBatchNorm",),
     "resume": (STATEFUL,),
+    "dropout": (SEEDS,),
+    "metrics": (OWN_SAMPLER,),
     "fewer": ("Join",),
     "unfreeze": (UNUSED,),
 }
@@ -51,6 +53,8 @@ def train(case: Case) -> None:
     if case.switch == "SyncBatchNorm":
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     model = DistributedDataParallel(model, find_unused_parameters=case.switch == UNUSED)
+    if case.switch == SEEDS:
+        torch.manual_seed(rank)
     train_loop(case, model, data, rank, world_size)
     dist.destroy_process_group()
 
@@ -62,7 +66,7 @@ def train_loop(case: Case, model: Any, data: Any, rank: int, world_size: int) ->
         if case.divided
         else DistributedSampler(data, shuffle=case.shuffle, drop_last=case.switch == "drop_last=True")
     )
-    if case.switch == "no sampler padding, Join":
+    if case.switch in ("no sampler padding, Join", OWN_SAMPLER):
         sampler = Shard(len(data))
     if case.switch == STATEFUL:
         from torchdata.stateful_dataloader import StatefulDataLoader as Loader
