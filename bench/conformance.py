@@ -115,8 +115,8 @@ ROWS = (
     Row("dropout", "Dropout", "Compared with the same program on one rank. The scripts seed all ranks alike; "
         "a line of their own has a seed for each rank.", Case(model="dropout"), "one"),
     Row("unfreeze", "Unfreezing in mid-training",
-        "The first layer is frozen before the model is wrapped, and unfrozen as the second epoch begins. Compared with "
-        "one plain process.", Case(unfreezes=True)),
+        "The first layer is frozen before the model is wrapped, with `find_unused_parameters` behind it, and unfrozen "
+        "as the second epoch begins. Compared with one plain process.", Case(unfreezes=True)),
     Row("second", "Two loaders",
         "A second loader, without labels and with batches of 6, gives the loss another term: its mean over 6 samples. "
         "Compared with one plain process.", Case(second=True)),

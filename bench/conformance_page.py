@@ -33,6 +33,7 @@ LEGEND = """\
 | not offered | the program has no place for it |"""
 
 
+LONGEST_NOTE = 170
 NOT_RUN = [
     "- Composer was not run: mosaicml 0.32.1, its newest release, asks for torch below 2.7.1.",
 ]
@@ -124,11 +125,9 @@ def remarks(row: Row, cells: Mapping[str, Any], known: Mapping[str, str]) -> Ite
     others = {peer: cells[peer]["lines"] for peer in known if peer in cells and peer not in OURS}
     default = [known[peer] for peer, lines in others.items() if all_right(row, lines[0])]
     switch = [
-        f"{known[peer]} (`{line['switch']}`)"
+        known[peer]
         for peer, lines in others.items()
-        if not all_right(row, lines[0])
-        for line in lines[1:]
-        if all_right(row, line)
+        if not all_right(row, lines[0]) and any(all_right(row, line) for line in lines[1:])
     ]
     parts = [
         f"not right: {'; '.join(wrong)}" if wrong else "",
@@ -147,18 +146,27 @@ def details(cells: Mapping[str, Any], known: Mapping[str, str]) -> Iterator[str]
     yield "| project | switch | " + " | ".join(f"{name} ranks" for name in columns) + " |"
     yield "|---|---|" + "---|" * len(columns)
     notes: dict[str, int] = {}
+    alike: dict[tuple[str, ...], list[str]] = {}  # projects, by switch and texts
     for peer, name in known.items():
         for line in cells[peer]["lines"] if peer in cells else []:
             texts = []
             for column in columns:
                 finding = line["findings"].get(column, {"text": "", "note": ""})
-                number = f" [{notes.setdefault(finding['note'], len(notes) + 1)}]" if finding["note"] else ""
+                note = shorten(finding["note"])
+                number = f" [{notes.setdefault(note, len(notes) + 1)}]" if note else ""
                 texts.append(finding["text"] + number)
             switch = f"`{line['switch']}`" if line["switch"] else ""
-            yield f"| {name} | {switch} | " + " | ".join(texts) + " |"
+            alike.setdefault((switch, *texts), []).append(name)
+    for line, names in alike.items():
+        yield f"| {', '.join(names)} | " + " | ".join(line) + " |"
     if notes:
         yield ""
         yield from (f"{number}. `{note.replace('`', chr(39))}`" for note, number in notes.items())
+
+
+def shorten(note: str) -> str:
+    """Return the beginning of an error, which names what happened."""
+    return note if len(note) <= LONGEST_NOTE else note[:LONGEST_NOTE].rsplit(" ", 1)[0] + " ..."
 
 
 def measured(

@@ -29,8 +29,8 @@ DIVERGES_AFTER = 3
 """The step after which it does."""
 SEEDS = "a seed for each rank"
 """The switch of a script that seeds its ranks differently."""
-UNUSED = "frozen after wrapping, find_unused_parameters=True"
-"""The switch of torch's DDP, and of what wraps it, for parameters that take part later."""
+UNUSED = "find_unused_parameters=True"
+"""The switch of torch's DDP, and of what wraps it: the layer is frozen behind the wrapping."""
 
 Batch = dict[str, Tensor]
 
