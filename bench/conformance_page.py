@@ -6,16 +6,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 PAGE = Path(__file__).parent.parent / "docs" / "comparison.md"
-OURS = ("lockstep_script", "lockstep_fit")
+OURS = ("lockstep_prepare", "lockstep_script", "lockstep_fit")
 RIGHT = {"same", "equal"}
 NUMBER = r"(after |off by )([\d.]+(?:e[+-]\d+)?)"
 
 INTRO = """\
 The same small trainings in float64, on 2 and 3 CPU ranks, with Lockstep and with other projects. Each program is
 written as the documentation of its project says ([bench/conformance_peers](../bench/conformance_peers/torch_ddp.py)),
-with its defaults first. A switch that the documentation offers has its own line. A script writes this page: every cell
-is the result of a run. The reference is one plain process that trains on the whole batches, or the same program on one
-rank where random numbers or the order are its own. These are small runs on CPUs, not all that a project can do."""
+with its defaults first. A switch that the documentation offers has its own line. Lockstep has three programs: a
+script for one device with `prepare`, a script with its classes in the place of torch's (drop-in), and a task for
+`fit`. A script writes this page: every cell is the result of a run. The reference is one plain process that trains on
+the whole batches, or the same program on one rank where random numbers or the order are its own. These are small runs
+on CPUs, not all that a project can do."""
 
 LEGEND = """\
 | cell | meaning |
@@ -31,6 +33,12 @@ LEGEND = """\
 | not offered | the program has no place for it |"""
 
 
+LONGEST_NOTE = 170
+NOT_RUN = [
+    "- Composer was not run: mosaicml 0.32.1, its newest release, asks for torch below 2.7.1.",
+]
+
+
 class Row(Protocol):
     """A row of bench/conformance.py."""
 
@@ -40,12 +48,24 @@ class Row(Protocol):
     kind: str
 
 
-def write(results: Mapping[str, Any], rows: Sequence[Any], peers: Mapping[str, str], deadline_s: int) -> None:
-    """Write the page."""
-    PAGE.write_text("\n".join(page(results["rows"], rows, peers, deadline_s)) + "\n")
+def write(
+    results: Mapping[str, Any],
+    rows: Sequence[Any],
+    peers: Mapping[str, str],
+    only: Mapping[str, Sequence[str]],
+    deadline_s: int,
+) -> None:
+    """Write the page; peers in ``only`` have no column in the first table."""
+    PAGE.write_text("\n".join(page(results["rows"], rows, peers, only, deadline_s)) + "\n")
 
 
-def page(cells: Mapping[str, Any], rows: Sequence[Row], peers: Mapping[str, str], deadline_s: int) -> Iterator[str]:
+def page(
+    cells: Mapping[str, Any],
+    rows: Sequence[Row],
+    peers: Mapping[str, str],
+    only: Mapping[str, Sequence[str]],
+    deadline_s: int,
+) -> Iterator[str]:
     """Yield the lines of the page; only peers and rows of which there are runs."""
     asked, known = (
         rows,
@@ -54,10 +74,11 @@ def page(cells: Mapping[str, Any], rows: Sequence[Row], peers: Mapping[str, str]
     rows = [row for row in rows if row.key in cells]
     yield "# Is it the same run?\n"
     yield from (INTRO.replace("\n", " "), "", LEGEND.format(deadline=deadline_s), "")
-    yield "| question | " + " | ".join(known.values()) + " |"
-    yield "|---|" + "---|" * len(known)
+    columns = {peer: name for peer, name in known.items() if peer not in only}
+    yield "| question | " + " | ".join(columns.values()) + " |"
+    yield "|---|" + "---|" * len(columns)
     for row in rows:
-        short = [summary(row, cells[row.key].get(peer)) for peer in known]
+        short = [summary(row, cells[row.key].get(peer)) for peer in columns]
         yield f"| [{row.title}](#{row.key}) | " + " | ".join(short) + " |"
     yield "\n## Where Lockstep is not right, or others are as well\n"
     for row in rows:
@@ -66,7 +87,7 @@ def page(cells: Mapping[str, Any], rows: Sequence[Row], peers: Mapping[str, str]
         yield f"\n## {row.title} {{#{row.key}}}\n\n{row.question}\n"
         yield from details(cells[row.key], known)
     yield "\n## How it was measured\n"
-    yield from measured(cells, asked, peers)
+    yield from measured(cells, asked, peers, only)
 
 
 def is_right(row: Row, finding: Mapping[str, str]) -> bool:
@@ -104,11 +125,9 @@ def remarks(row: Row, cells: Mapping[str, Any], known: Mapping[str, str]) -> Ite
     others = {peer: cells[peer]["lines"] for peer in known if peer in cells and peer not in OURS}
     default = [known[peer] for peer, lines in others.items() if all_right(row, lines[0])]
     switch = [
-        f"{known[peer]} (`{line['switch']}`)"
+        known[peer]
         for peer, lines in others.items()
-        if not all_right(row, lines[0])
-        for line in lines[1:]
-        if all_right(row, line)
+        if not all_right(row, lines[0]) and any(all_right(row, line) for line in lines[1:])
     ]
     parts = [
         f"not right: {'; '.join(wrong)}" if wrong else "",
@@ -127,21 +146,32 @@ def details(cells: Mapping[str, Any], known: Mapping[str, str]) -> Iterator[str]
     yield "| project | switch | " + " | ".join(f"{name} ranks" for name in columns) + " |"
     yield "|---|---|" + "---|" * len(columns)
     notes: dict[str, int] = {}
+    alike: dict[tuple[str, ...], list[str]] = {}  # projects, by switch and texts
     for peer, name in known.items():
         for line in cells[peer]["lines"] if peer in cells else []:
             texts = []
             for column in columns:
                 finding = line["findings"].get(column, {"text": "", "note": ""})
-                number = f" [{notes.setdefault(finding['note'], len(notes) + 1)}]" if finding["note"] else ""
+                note = shorten(finding["note"])
+                number = f" [{notes.setdefault(note, len(notes) + 1)}]" if note else ""
                 texts.append(finding["text"] + number)
             switch = f"`{line['switch']}`" if line["switch"] else ""
-            yield f"| {name} | {switch} | " + " | ".join(texts) + " |"
+            alike.setdefault((switch, *texts), []).append(name)
+    for line, names in alike.items():
+        yield f"| {', '.join(names)} | " + " | ".join(line) + " |"
     if notes:
         yield ""
         yield from (f"{number}. `{note.replace('`', chr(39))}`" for note, number in notes.items())
 
 
-def measured(cells: Mapping[str, Any], rows: Sequence[Row], peers: Mapping[str, str]) -> Iterator[str]:
+def shorten(note: str) -> str:
+    """Return the beginning of an error, which names what happened."""
+    return note if len(note) <= LONGEST_NOTE else note[:LONGEST_NOTE].rsplit(" ", 1)[0] + " ..."
+
+
+def measured(
+    cells: Mapping[str, Any], rows: Sequence[Row], peers: Mapping[str, str], only: Mapping[str, Sequence[str]]
+) -> Iterator[str]:
     """Yield versions, machine, dates and commits."""
     all_cells = [cell for row in cells.values() for cell in row.values()]
     versions = {name: number for cell in all_cells for name, number in cell["versions"].items()}
@@ -155,8 +185,10 @@ def measured(cells: Mapping[str, Any], rows: Sequence[Row], peers: Mapping[str, 
     yield f"- Versions: {', '.join(f'{name} {number}' for name, number in sorted(versions.items()))}."
     yield f"- Machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory']}, {machine['os']}, "
     yield f"  Python {newest['versions']['python']}, torch {newest['versions']['torch']}."
+    yield from NOT_RUN
     yield f"- Dates: {', '.join(dates)}. Commits: {', '.join(commits)}."
     for peer, name in peers.items():
-        titles = [row.title for row in rows if peer not in cells.get(row.key, {})]
+        asked = [row for row in rows if row.key in only.get(peer, [row.key])]
+        titles = [row.title for row in asked if peer not in cells.get(row.key, {})]
         if titles:
             yield f"- Not run yet, {name}: {'all' if len(titles) == len(rows) else ', '.join(titles)}."

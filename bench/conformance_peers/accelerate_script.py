@@ -9,16 +9,17 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.utils import set_seed
+from accelerate.utils import DistributedDataParallelKwargs, set_seed
 from torch import nn
 from torch.utils.data import DataLoader
 
 from bench.conformance_peers import shared
-from bench.conformance_peers.shared import Case, record
+from bench.conformance_peers.shared import SEEDS, UNUSED, Case, record
 
 PACKAGES = ("accelerate",)
 JOIN, SPLIT, SEEDABLE = "even_batches=False, join_uneven_inputs", "split_batches=True", "use_seedable_sampler=True"
 ITEMS, STATEFUL = "num_items_in_batch by gather", "use_stateful_dataloader=True"
+NOT_PREPARED = "loader not prepared"
 OWN_SCHEDULE, SYNC, GATHER = "step_scheduler_with_optimizer=False", "SyncBatchNorm", "gather, not gather_for_metrics"
 SWITCHES = {
     "uneven": (JOIN, SPLIT),
@@ -31,6 +32,9 @@ SWITCHES = {
     "resume": (SEEDABLE, STATEFUL),
     "metrics": (GATHER,),
     "fewer": ("join_uneven_inputs",),
+    "unfreeze": (UNUSED,),
+    "dropout": (SEEDS,),
+    "divided": (NOT_PREPARED,),
 }
 command = shared.torchrun
 
@@ -42,6 +46,7 @@ def train(case: Case) -> None:
     accelerator = Accelerator(
         cpu=True,
         gradient_accumulation_steps=case.accumulate,
+        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)] if switch == UNUSED else None,
         step_scheduler_with_optimizer=switch != OWN_SCHEDULE,
         dataloader_config=DataLoaderConfiguration(
             even_batches=switch != JOIN,
@@ -52,27 +57,38 @@ def train(case: Case) -> None:
     )
     rank, num_ranks = accelerator.process_index, accelerator.num_processes
     module: nn.Module = shared.make_model(case)
+    if switch == SEEDS:
+        set_seed(0, device_specific=True)
     if switch == SYNC:
         module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
     batch_size = shared.BATCH // case.accumulate if switch == SPLIT else case.micro_batch(num_ranks)
     loader: Any = DataLoader(shared.make_data(case), batch_size=batch_size, shuffle=case.shuffle)
     optimizer = shared.make_optimizer(module.parameters())
     scheduler = shared.make_schedule(optimizer)
-    model, optimizer, loader, scheduler = accelerator.prepare(module, optimizer, loader, scheduler)
+    second: Any = DataLoader(shared.make_second(case), batch_size=batch_size // 2)
+    model, optimizer, scheduler = accelerator.prepare(module, optimizer, scheduler)
+    if switch != NOT_PREPARED:
+        loader, second = accelerator.prepare(loader, second)
     if case.evaluates:
         evaluate(case, accelerator, model, loader)
         return
-    steps_per_epoch = -(-len(loader) // case.accumulate)
     step, first_epoch, num_skipped, folder = 0, 0, 0, Path(case.folder)
     saved = sorted(folder.glob("step_*"), key=lambda path: int(path.name.split("_")[1]))
     if saved and (case.resumes or case.kill_at):
         accelerator.load_state(str(saved[-1]))
         step = int(saved[-1].name.split("_")[1])
-        first_epoch, num_skipped = divmod(step, steps_per_epoch)
+        first_epoch, num_skipped = divmod(step, -(-len(loader) // case.accumulate))
     if case.looks and rank == 0:
         next(iter(loader))
+    if case.evaluates_first:
+        test = DataLoader(shared.make_data(case), batch_size=batch_size)
+        evaluate(case, accelerator, model, accelerator.prepare(test))
+        model.train()
+    shared.freeze_late(case, module)
     for epoch in range(first_epoch, case.epochs):
-        loader.set_epoch(epoch)
+        shared.unfreeze_if_due(case, epoch, module)
+        if switch != NOT_PREPARED:
+            loader.set_epoch(epoch)
         batches = loader
         if epoch == first_epoch and num_skipped and switch != STATEFUL:
             batches = accelerator.skip_first_batches(loader, num_skipped * case.accumulate)
@@ -81,7 +97,7 @@ def train(case: Case) -> None:
             if switch == ITEMS:
                 by_items(case, accelerator, model, optimizer, batches)
                 continue
-            for batch in shared.shorter(case, rank, batches):
+            for batch in shared.read(case, rank, batches, second):
                 shared.kill_if_due(case, rank, step + 1)
                 with accelerator.accumulate(model):
                     accelerator.backward(shared.loss_of(model, batch))
@@ -95,6 +111,7 @@ def train(case: Case) -> None:
                     if case.schedule:
                         scheduler.step()
                     optimizer.zero_grad()
+                shared.edit_if_due(case, rank, step, module)
                 if step == case.stop_at:
                     accelerator.save_state(str(folder / f"step_{step}"))
                     return

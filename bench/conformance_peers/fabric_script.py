@@ -10,22 +10,33 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from bench.conformance_peers import shared
-from bench.conformance_peers.shared import Case, record
+from bench.conformance_peers.shared import SEEDS, UNUSED, Case, record
 from bench.conformance_peers.torch_ddp import Shard
 
 PACKAGES = ("lightning",)
 OWN_SAMPLER, SYNC = "use_distributed_sampler=False, own sampler", "SyncBatchNorm"
-SWITCHES = {"uneven": (OWN_SAMPLER,), "batchnorm": (SYNC,), "metrics": (OWN_SAMPLER,)}
+SWITCHES = {
+    "uneven": (OWN_SAMPLER,),
+    "batchnorm": (SYNC,),
+    "metrics": (OWN_SAMPLER,),
+    "unfreeze": (UNUSED,),
+    "dropout": (SEEDS,),
+}
+FORKS = False
+"""In a forked process it does not start."""
 command = shared.torchrun
 
 
 def train(case: Case) -> None:
     """Train or evaluate."""
     num_ranks = int(os.environ["WORLD_SIZE"])
-    fabric = Fabric(accelerator="cpu", devices=num_ranks, strategy="ddp")
+    strategy = "ddp_find_unused_parameters_true" if case.switch == UNUSED else "ddp"
+    fabric = Fabric(accelerator="cpu", devices=num_ranks, strategy=strategy)
     fabric.launch()
     seed_everything(0, verbose=False)
     module: nn.Module = shared.make_model(case)
+    if case.switch == SEEDS:
+        seed_everything(fabric.global_rank, verbose=False)
     if case.switch == SYNC:
         module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
     model, optimizer = fabric.setup(module, shared.make_optimizer(module.parameters()))
@@ -37,6 +48,7 @@ def train(case: Case) -> None:
         loader = fabric.setup_dataloaders(
             DataLoader(data, batch_size=case.micro_batch(num_ranks), shuffle=case.shuffle)
         )
+    second = fabric.setup_dataloaders(DataLoader(shared.make_second(case), batch_size=case.micro_batch(num_ranks) // 2))
     if case.evaluates:
         evaluate(fabric, model, loader)
         return
@@ -49,14 +61,20 @@ def train(case: Case) -> None:
     step = int(state["step"])
     if case.looks and fabric.global_rank == 0:
         next(iter(loader))
+    if case.evaluates_first:
+        evaluate(fabric, model, fabric.setup_dataloaders(DataLoader(data, batch_size=case.micro_batch(num_ranks))))
+        model.train()
+    shared.freeze_late(case, module)
     for epoch in range(first_epoch, case.epochs):
-        number_of_batches = len(loader)
-        for number, batch in enumerate(shared.shorter(case, fabric.global_rank, loader), 1):
+        shared.unfreeze_if_due(case, epoch, module)
+        number_of_batches = 0 if case.divided else len(loader)  # a stream has no length
+        for number, batch in enumerate(shared.read(case, fabric.global_rank, loader, second), 1):
             shared.kill_if_due(case, fabric.global_rank, step + 1)
             first = (number - 1) // case.accumulate * case.accumulate
             accumulates = number % case.accumulate != 0 and number < number_of_batches
             with fabric.no_backward_sync(model, enabled=accumulates):
-                fabric.backward(shared.loss_of(model, batch) / min(case.accumulate, number_of_batches - first))
+                size = min(case.accumulate, number_of_batches - first) if case.accumulate > 1 else 1
+                fabric.backward(shared.loss_of(model, batch) / size)
             if accumulates:
                 continue
             if case.edits:
@@ -68,6 +86,7 @@ def train(case: Case) -> None:
             if case.schedule:
                 scheduler.step()
             step += 1
+            shared.edit_if_due(case, fabric.global_rank, step, module)
             if step == case.stop_at:
                 fabric.save(saved, {**state, "step": step, "epoch": epoch})
                 return

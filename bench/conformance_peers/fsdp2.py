@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
 
 from bench.conformance_peers import shared
-from bench.conformance_peers.shared import Case
+from bench.conformance_peers.shared import Case, NotOffered
 from bench.conformance_peers.torch_ddp import evaluate
 
 PACKAGES = ("torch",)
@@ -34,7 +34,11 @@ def train(case: Case) -> None:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    sampler: Any = DistributedSampler(data, shuffle=case.shuffle, drop_last=case.switch == "drop_last=True")
+    sampler: Any = (
+        None
+        if case.divided
+        else DistributedSampler(data, shuffle=case.shuffle, drop_last=case.switch == "drop_last=True")
+    )
     loader: Any = DataLoader(data, batch_size=case.micro_batch(world_size), sampler=sampler)
     if case.evaluates:
         evaluate(model, loader)
@@ -45,7 +49,11 @@ def train(case: Case) -> None:
 
 def loop(case: Case, model: Any, sampler: Any, loader: Any) -> None:
     """Train."""
-    rank = dist.get_rank()
+    if case.diverges:
+        raise NotOffered("Each rank has its own shards: there are no replicas.")
+    rank, size = dist.get_rank(), case.micro_batch(dist.get_world_size())
+    extra = shared.make_second(case)
+    second = DataLoader(extra, batch_size=size // 2, sampler=DistributedSampler(extra, shuffle=False))
     optimizer = shared.make_optimizer(model.parameters())
     scheduler = shared.make_schedule(optimizer)
     saved, step, first_epoch = Path(case.folder) / "saved", 0, 0
@@ -62,9 +70,15 @@ def loop(case: Case, model: Any, sampler: Any, loader: Any) -> None:
 
     if case.looks and rank == 0:
         next(iter(loader))
+    if case.evaluates_first:
+        data: Any = loader.dataset
+        evaluate(model, DataLoader(data, batch_size=size, sampler=DistributedSampler(data, shuffle=False)))
+        model.train()
     for epoch in range(first_epoch, case.epochs):
-        sampler.set_epoch(epoch)
-        for group in shared.groups(shared.shorter(case, rank, loader), case.accumulate):
+        shared.unfreeze_if_due(case, epoch, model)
+        if sampler is not None:
+            sampler.set_epoch(epoch)
+        for group in shared.groups(shared.read(case, rank, loader, second), case.accumulate):
             shared.kill_if_due(case, rank, step + 1)
             for number, batch in enumerate(group, 1):
                 model.set_requires_gradient_sync(number == len(group))

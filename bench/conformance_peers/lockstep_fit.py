@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,15 @@ from bench.conformance_peers.shared import Batch, Case, NotOffered, record
 
 PACKAGES = ("lockstep-torch",)
 EXACT, APART = "reproducible=6", "sync_batchnorm=False"
+WHOLE = "optimizer=lambda model: ..."
+"""The optimizer gets the frozen parameters, too."""
+FORKS = False
+"""A run that was stopped ends with code 75."""
 SWITCHES = {
     "gradients": (EXACT,),
     "batchnorm": (APART, EXACT),
     "dropout": (EXACT,),
+    "unfreeze": (WHOLE,),
     "resume": (EXACT,),
 }
 SHUFFLES_ALWAYS = True
@@ -34,7 +40,10 @@ class Script:
         self.case = case
 
     def on_step_end(self, run: Any) -> None:
-        """Stop, or call a collective on rank zero alone."""
+        """Stop, unfreeze, edit a parameter on one rank, or call a collective on rank zero alone."""
+        shared.edit_if_due(self.case, run.rank, run.step, run.model)
+        if run.step == run.steps_per_epoch:
+            shared.unfreeze_if_due(self.case, 1, run.model)
         if run.step == self.case.stop_at:
             run.stop("the case says so")
         if self.case.alone and run.step == run.steps_per_epoch and run.is_rank_zero:
@@ -70,23 +79,44 @@ def metrics(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     return {"accuracy": shared.right_of(model(batch["inputs"]), batch).double()}
 
 
+def with_parameters(parameters: Any) -> Any:
+    """Return an optimizer of those that are trained as the run begins."""
+    return shared.make_optimizer(parameters)
+
+
+def with_model(model: nn.Module) -> Any:
+    """Return an optimizer of all parameters."""
+    return shared.make_optimizer(model.parameters())
+
+
+def task_of(case: Case) -> lockstep.Task:
+    """Return the task of the case."""
+    return lockstep.Task(
+        model=partial(shared.make_model, case),
+        dataset=partial(make_dataset, case),
+        eval_dataset=partial(shared.make_data, case) if case.evaluates else None,
+        metrics=metrics if case.evaluates else None,
+        loss=partial(loss, case),
+        optimizer=with_model if case.switch == WHOLE else with_parameters,
+        schedule=(lambda optimizer, num_steps: shared.make_schedule(optimizer)) if case.schedule else None,
+        global_batch_size=shared.BATCH,
+        callbacks=[Script(case)],
+    )
+
+
 def train(case: Case) -> None:
     """Train or evaluate."""
     if case.edits:
         raise NotOffered("A task has no place between backward and the step.")
     if case.looks:
         raise NotOffered("A task has no loader.")
-    task = lockstep.Task(
-        model=partial(shared.make_model, case),
-        dataset=partial(make_dataset, case),
-        eval_dataset=partial(shared.make_data, case) if case.evaluates else None,
-        metrics=metrics if case.evaluates else None,
-        loss=partial(loss, case),
-        optimizer=lambda parameters: shared.make_optimizer(parameters),
-        schedule=(lambda optimizer, num_steps: shared.make_schedule(optimizer)) if case.schedule else None,
-        global_batch_size=shared.BATCH,
-        callbacks=[Script(case)],
-    )
+    if case.second:
+        raise NotOffered("A task has one data set to train on.")
+    if case.ahead:
+        raise NotOffered("`fit` has the loop.")
+    if case.evaluates_first:
+        lockstep.evaluate(task_of(replace(case, evaluates=True)), model=shared.make_model(case))
+    task = task_of(case)
     if case.evaluates:
         found = lockstep.evaluate(task, model=shared.make_model(case))
         record("metrics", loss=found["loss"], accuracy=found["accuracy"])
@@ -94,7 +124,8 @@ def train(case: Case) -> None:
     checkpoint = Path(case.folder) / "saved" if case.stop_at or case.resumes or case.kill_at else None
     result = lockstep.fit(
         task,
-        epochs=case.epochs,
+        epochs=None if case.divided else case.epochs,
+        steps=case.epochs * case.num_samples // shared.BATCH if case.divided else None,
         accumulate=case.accumulate,
         clip=case.clip,
         checkpoint=checkpoint,

@@ -1,4 +1,4 @@
-"""Lockstep's engine in a script, as docs/script.md writes it; with a switch, a script that has `lockstep.prepare`."""
+"""Lockstep's classes in the place of torch's, as sections 1 to 8 of docs/script.md write it."""
 
 import sys
 from contextlib import nullcontext
@@ -15,17 +15,17 @@ from bench.conformance_peers import shared
 from bench.conformance_peers.shared import Case, record
 
 PACKAGES = ("lockstep-torch",)
-GLOO, PREPARE, DROP_IN = "Gloo", "lockstep.prepare", "drop-in for torch's, no weights"
-PREPARE_TOKENS = "lockstep.prepare, mean_over"
-SYNC = "SyncBatchNorm"
+GLOO, WEIGHTS, SYNC = "Gloo", "mean_over, pad=False", "SyncBatchNorm"
+RECOVERY = "lockstep.Recovery"
 SWITCHES = {
-    **dict.fromkeys(("gradients", "accumulate", "clip", "schedule", "shuffle", "dropout", "look"), (GLOO, PREPARE)),
-    **dict.fromkeys(("edit", "resume", "alone"), (GLOO, PREPARE)),
-    "uneven": (GLOO, PREPARE, DROP_IN),
-    "tokens": (GLOO, PREPARE, PREPARE_TOKENS, DROP_IN),
-    "batchnorm": (SYNC, PREPARE),
-    "killed": (GLOO,),
-    "fewer": (GLOO, PREPARE, "model.join()"),
+    "gradients": (GLOO,),
+    "resume": (GLOO,),
+    "uneven": (WEIGHTS,),
+    "tokens": (WEIGHTS,),
+    "batchnorm": (SYNC,),
+    "killed": (RECOVERY,),
+    "fewer": (GLOO, "model.join()"),
+    "alone": (GLOO,),
 }
 
 
@@ -43,39 +43,47 @@ def train(case: Case) -> None:
             module = lockstep.SyncBatchNorm.convert_sync_batchnorm(module)
         if case.evaluates:
             evaluate(case, world, lockstep.DistributedDataParallel(module))
-        elif case.kill_at:
+        elif case.switch == RECOVERY:
             recover(case, world, module)
-        elif case.switch in (PREPARE, PREPARE_TOKENS):
-            prepared(case, world, module)
         else:
             by_hand(case, world, module)
 
 
 def by_hand(case: Case, world: Any, module: nn.Module) -> None:
-    """Train with the sampler and weights."""
+    """Train with the wrapper and the sampler."""
     data = shared.make_data(case)
     model: Any = lockstep.DistributedDataParallel(module)
     lockstep.seed(world, 0)
-    sampler = lockstep.DistributedSampler(data, shuffle=case.shuffle, seed=0, pad=case.switch == DROP_IN)
-    loader = DataLoader(data, batch_size=case.micro_batch(world.world_size), sampler=sampler)
+    size = case.micro_batch(world.world_size)
+    sampler: Any = None  # of a stream
+    if not case.divided:
+        sampler = lockstep.DistributedSampler(data, shuffle=case.shuffle, seed=0, pad=case.switch != WEIGHTS)
+    loader = DataLoader(data, batch_size=size, sampler=sampler)
+    extra = shared.make_second(case)
+    second = DataLoader(extra, batch_size=size // 2, sampler=lockstep.DistributedSampler(extra, shuffle=False))
     optimizer = shared.make_optimizer(model.parameters())
     scheduler = shared.make_schedule(optimizer)
     saved, step, first_epoch = Path(case.folder) / "saved", 0, 0
-    if case.resumes:
+    if case.resumes or (case.kill_at and saved.exists()):
         state = lockstep.load(saved, model=model, optimizer=optimizer, loader=loader)
         step, first_epoch = state["step"], state["epoch"]
     if case.looks and world.rank == 0:
         next(iter(loader))
+    if case.evaluates_first:
+        evaluate(case, world, model)
+        model.train()
     for epoch in range(first_epoch, case.epochs):
+        shared.unfreeze_if_due(case, epoch, module)
         with model.join() if case.switch == "model.join()" else nullcontext():
-            for group in shared.groups(shared.shorter(case, world.rank, loader), case.accumulate):
+            for group in shared.groups(shared.read(case, world.rank, loader, second), case.accumulate):
+                shared.kill_if_due(case, world.rank, step + 1)
                 for number, batch in enumerate(group, 1):
                     with model.no_sync() if number < len(group) else nullcontext():
                         loss = shared.loss_of(model, batch)
-                        if case.switch == DROP_IN:
-                            loss.backward()
-                        else:
+                        if case.switch == WEIGHTS:
                             lockstep.backward(loss, mean_over=shared.count_of(batch))
+                        else:
+                            (loss / len(group)).backward()
                 if case.edits:
                     shared.first_parameter(module).grad.mul_(2)
                 if case.clip is not None:
@@ -85,46 +93,12 @@ def by_hand(case: Case, world: Any, module: nn.Module) -> None:
                 if case.schedule:
                     scheduler.step()
                 step += 1
+                shared.edit_if_due(case, world.rank, step, module)
                 if step == case.stop_at:
                     lockstep.save(saved, model=model, optimizer=optimizer, loader=loader, step=step, epoch=epoch)
                     return
-        if case.alone and epoch == 0 and world.rank == 0:
-            dist.all_reduce(torch.zeros(1))
-    shared.record_end(module)
-
-
-def prepared(case: Case, world: Any, module: nn.Module) -> None:
-    """Train a script for one device, whose batches are those of all ranks together."""
-    loader: Any = DataLoader(shared.make_data(case), batch_size=shared.BATCH // case.accumulate, shuffle=case.shuffle)
-    optimizer = shared.make_optimizer(module.parameters())
-    scheduler = shared.make_schedule(optimizer)
-    model, optimizer, scheduler, loader = lockstep.prepare(module, optimizer, scheduler, loader)
-    saved, step, first_epoch = Path(case.folder) / "saved", 0, 0
-    if case.resumes:
-        state = lockstep.load(saved, model=model, optimizer=optimizer, loader=loader)
-        step, first_epoch = state["step"], state["epoch"]
-    if case.looks and world.rank == 0:
-        next(iter(loader))
-    for epoch in range(first_epoch, case.epochs):
-        for group in shared.groups(shared.shorter(case, world.rank, loader), case.accumulate):
-            for batch in group:
-                loss = shared.loss_of(model, batch)
-                if case.switch == PREPARE_TOKENS:
-                    lockstep.backward(loss, mean_over=shared.count_of(batch))
-                else:
-                    (loss / len(group)).backward()
-            if case.edits:
-                shared.first_parameter(module).grad.mul_(2)
-            if case.clip is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), case.clip)
-            optimizer.step()
-            optimizer.zero_grad()
-            if case.schedule:
-                scheduler.step()
-            step += 1
-            if step == case.stop_at:
-                lockstep.save(saved, model=model, optimizer=optimizer, loader=loader, step=step, epoch=epoch)
-                return
+        if case.kill_at:
+            lockstep.save(saved, model=model, optimizer=optimizer, loader=loader, step=step, epoch=epoch + 1)
         if case.alone and epoch == 0 and world.rank == 0:
             dist.all_reduce(torch.zeros(1))
     shared.record_end(module)

@@ -20,6 +20,8 @@ from bench.conformance_peers.shared import Case
 from bench.conformance_peers.torch_ddp import evaluate
 
 PACKAGES = ("ray",)
+FORKS = False
+"""Its driver starts the workers."""
 SWITCHES = {"batchnorm": ("SyncBatchNorm",)}
 NUM_RANKS, RESTARTS = "CONFORMANCE_NUM_RANKS", "CONFORMANCE_RESTARTS"
 

@@ -7,14 +7,14 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 BATCH = 12
 """Samples of an optimizer step, over all ranks and micro-batches."""
@@ -24,7 +24,13 @@ HALVES_EVERY = 3
 WIDTH, CLASSES, LONGEST = 8, 4, 7
 PADDING = -100
 VICTIM = 1
-"""The rank that is killed, or has one batch less."""
+"""The rank that is killed, has one batch less, or edits a parameter."""
+DIVERGES_AFTER = 3
+"""The step after which it does."""
+SEEDS = "a seed for each rank"
+"""The switch of a script that seeds its ranks differently."""
+UNUSED = "find_unused_parameters=True"
+"""The switch of torch's DDP, and of what wraps it: the layer is frozen behind the wrapping."""
 
 Batch = dict[str, Tensor]
 
@@ -56,6 +62,18 @@ class Case:
     """The loader of rank 1 has one batch less than the others'."""
     alone: bool = False
     """After the first epoch, rank 0 alone calls a collective."""
+    diverges: bool = False
+    """After step 3, rank 1 adds 1 to the first parameter."""
+    unfreezes: bool = False
+    """The first layer is frozen until the second epoch."""
+    evaluates_first: bool = False
+    """Evaluate before the training, with a loader of its own."""
+    second: bool = False
+    """A second loader, with batches of half the size and no labels, gives the loss a second term."""
+    ahead: bool = False
+    """The loop reads the next batch before each step."""
+    divided: bool = False
+    """The data set is a stream of which each rank reads its own part."""
     dtype: str = "float64"
     switch: str = ""
     """Of the peer: one of its SWITCHES."""
@@ -76,9 +94,14 @@ class NotOffered(Exception):
 _OUT = "CONFORMANCE_OUT"
 
 
+def _rank() -> int:
+    """Return the rank of this process; torchft's replicas are launched each by itself."""
+    return int(os.environ.get("REPLICA_GROUP_ID") or os.environ.get("RANK", 0))
+
+
 def record(what: str, **values: Any) -> None:
     """Append a line to the file of this process, whole, so that a killed process has written all that it did."""
-    line = json.dumps({"t": time.monotonic(), "what": what, "rank": int(os.environ.get("RANK", 0)), **values}) + "\n"
+    line = json.dumps({"t": time.monotonic(), "what": what, "rank": _rank(), **values}) + "\n"
     file = os.open(Path(os.environ[_OUT]) / f"{os.getpid()}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(file, line.encode())
     os.close(file)
@@ -113,6 +136,25 @@ def kill_if_due(case: Case, rank: int, step: int) -> None:
         marker.touch()
         record("killed")
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def edit_if_due(case: Case, rank: int, step: int, module: nn.Module) -> None:
+    """Add 1 to a parameter of the victim, if it is due after ``step``."""
+    if case.diverges and rank == VICTIM and step == DIVERGES_AFTER:
+        with torch.no_grad():
+            first_parameter(module).add_(1)
+
+
+def freeze_late(case: Case, module: Any) -> None:
+    """Freeze the first layer behind the wrapping, if the switch says so."""
+    if case.unfreezes and case.switch == UNUSED:
+        module[0].requires_grad_(False)
+
+
+def unfreeze_if_due(case: Case, epoch: int, module: Any) -> None:
+    """Unfreeze the first layer in the second epoch."""
+    if case.unfreezes and epoch == 1:
+        module[0].requires_grad_(True)
 
 
 def recorded(train: Callable[[Case], None], case: Case) -> None:
@@ -152,6 +194,18 @@ class Samples(Dataset[Batch]):
         return {"index": torch.tensor(index), "inputs": self.inputs[index], "labels": self.labels[index]}
 
 
+class DividedStream(IterableDataset[Batch]):
+    """The samples of this rank: every n-th, if there are n ranks."""
+
+    def __init__(self, data: Samples) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield them."""
+        rank, num_ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        return (self.data[index] for index in range(rank, len(self.data), num_ranks))
+
+
 class Dropout(nn.Dropout):
     """Records what it has dropped."""
 
@@ -163,9 +217,15 @@ class Dropout(nn.Dropout):
         return outputs
 
 
-def make_data(case: Case) -> Samples:
+def make_data(case: Case) -> Any:
     """Return the data set of the case."""
-    return Samples(case.num_samples, case.dtype, tokens=case.model == "tokens")
+    data = Samples(case.num_samples, case.dtype, tokens=case.model == "tokens")
+    return DividedStream(data) if case.divided else data
+
+
+def make_second(case: Case) -> Samples:
+    """Return the data set of the second loader; it has as many batches as the first."""
+    return Samples(case.num_samples // 2, case.dtype)
 
 
 def make_model(case: Case) -> nn.Sequential:
@@ -173,7 +233,10 @@ def make_model(case: Case) -> nn.Sequential:
     torch.manual_seed(0)
     extra: dict[str, list[nn.Module]] = {"batchnorm": [nn.BatchNorm1d(16)], "dropout": [Dropout(0.5)]}
     layers = [nn.Linear(WIDTH, 16), *extra.get(case.model, []), nn.Tanh(), nn.Linear(16, CLASSES)]
-    return nn.Sequential(*layers).to(getattr(torch, case.dtype))
+    model = nn.Sequential(*layers).to(getattr(torch, case.dtype))
+    if case.unfreezes and case.switch != UNUSED:
+        model[0].requires_grad_(False)
+    return model
 
 
 def make_optimizer(parameters: Any) -> Any:
@@ -187,10 +250,14 @@ def make_schedule(optimizer: Any) -> Any:
 
 
 def loss_of(model: Any, batch: Batch) -> Tensor:
-    """Return the mean over samples, or over the tokens that are no padding; the samples are recorded."""
+    """Return the mean over samples, or over the tokens that are no padding; the samples are recorded.
+
+    With a batch of the second loader, add its own mean.
+    """
     if torch.is_grad_enabled():
         record("samples", indices=batch["index"].tolist())
-    return loss_from(model(batch["inputs"]), batch["labels"])
+    loss = loss_from(model(batch["inputs"]), batch["labels"])
+    return loss + model(batch["unlabelled"]).square().mean() if "unlabelled" in batch else loss
 
 
 def loss_from(logits: Tensor, labels: Tensor) -> Tensor:
@@ -222,6 +289,21 @@ def shorter(case: Case, rank: int, batches: Any) -> Iterator[Any]:
         yield batch
 
 
+def read(case: Case, rank: int, loader: Any, second: Any = None) -> Iterator[Any]:
+    """Yield the batches of a pass as the loop of the case reads them."""
+    batches = shorter(case, rank, loader)
+    if case.second:
+        batches = ({**batch, "unlabelled": other["inputs"]} for batch, other in zip(batches, second, strict=True))
+    if not case.ahead:
+        yield from batches
+        return
+    batch = next(batches, None)
+    while batch is not None:
+        following = next(batches, None)
+        yield batch
+        batch = following
+
+
 def groups(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
     """Yield the micro-batches of each step; the last step of an epoch may have fewer."""
     group: list[Batch] = []
@@ -243,13 +325,17 @@ def plain(case: Case, order: Sequence[Sequence[int]]) -> tuple[list[list[float]]
     Returns:
         The weights after each step, and the state at the end.
     """
-    data, model = make_data(case), make_model(case)
+    data, second, model = make_data(replace(case, divided=False)), make_second(case), make_model(case)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     schedule, steps = make_schedule(optimizer), []
-    for epoch in order:
+    freeze_late(case, model)
+    for number, epoch in enumerate(order):
+        unfreeze_if_due(case, number, model)
         for start in range(0, len(epoch), BATCH):
             chosen = list(epoch[start : start + BATCH])
             loss = loss_from(model(data.inputs[chosen]), data.labels[chosen])
+            if case.second:
+                loss = loss + model(second.inputs[start // 2 : (start + BATCH) // 2]).square().mean()
             optimizer.zero_grad()
             loss.backward()
             if case.edits:

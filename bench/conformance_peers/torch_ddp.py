@@ -13,15 +13,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from bench.conformance_peers import shared
-from bench.conformance_peers.shared import Case, record
+from bench.conformance_peers.shared import SEEDS, UNUSED, Case, record
 
 PACKAGES = ("torch", "torchdata")
-STATEFUL = "StatefulDataLoader"
+STATEFUL, OWN_SAMPLER = "StatefulDataLoader", "own sampler, without padding"
 SWITCHES = {
     "uneven": ("drop_last=True", "no sampler padding, Join"),
     "batchnorm": ("SyncBatchNorm",),
     "resume": (STATEFUL,),
+    "dropout": (SEEDS,),
+    "metrics": (OWN_SAMPLER,),
     "fewer": ("Join",),
+    "unfreeze": (UNUSED,),
 }
 command = shared.torchrun
 
@@ -49,21 +52,31 @@ def train(case: Case) -> None:
     model: Any = shared.make_model(case)
     if case.switch == "SyncBatchNorm":
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    model = DistributedDataParallel(model)
+    model = DistributedDataParallel(model, find_unused_parameters=case.switch == UNUSED)
+    if case.switch == SEEDS:
+        torch.manual_seed(rank)
     train_loop(case, model, data, rank, world_size)
     dist.destroy_process_group()
 
 
 def train_loop(case: Case, model: Any, data: Any, rank: int, world_size: int) -> None:
     """Train the wrapped model with a loop of torch."""
-    sampler: Any = DistributedSampler(data, shuffle=case.shuffle, drop_last=case.switch == "drop_last=True")
-    if case.switch == "no sampler padding, Join":
+    sampler: Any = (
+        None
+        if case.divided
+        else DistributedSampler(data, shuffle=case.shuffle, drop_last=case.switch == "drop_last=True")
+    )
+    if case.switch in ("no sampler padding, Join", OWN_SAMPLER):
         sampler = Shard(len(data))
     if case.switch == STATEFUL:
         from torchdata.stateful_dataloader import StatefulDataLoader as Loader
     else:
         Loader = DataLoader
     loader = Loader(data, batch_size=case.micro_batch(world_size), sampler=sampler)
+    extra = shared.make_second(case)
+    second = DataLoader(
+        extra, batch_size=case.micro_batch(world_size) // 2, sampler=DistributedSampler(extra, shuffle=False)
+    )
     if case.evaluates:
         evaluate(model, loader)
         return
@@ -89,11 +102,17 @@ def train_loop(case: Case, model: Any, data: Any, rank: int, world_size: int) ->
 
     if case.looks and rank == 0:
         next(iter(loader))
+    if case.evaluates_first:
+        test = DistributedSampler(data, shuffle=False)
+        evaluate(model, DataLoader(data, batch_size=case.micro_batch(world_size), sampler=test))
+        model.train()
+    shared.freeze_late(case, model.module)
     for epoch in range(first_epoch, case.epochs):
+        shared.unfreeze_if_due(case, epoch, model.module)
         if isinstance(sampler, DistributedSampler):
             sampler.set_epoch(epoch)
         with Join([model]) if "Join" in case.switch else nullcontext():
-            for group in shared.groups(shared.shorter(case, rank, loader), case.accumulate):
+            for group in shared.groups(shared.read(case, rank, loader, second), case.accumulate):
                 shared.kill_if_due(case, rank, step + 1)
                 with ExitStack() as unsynchronised:
                     for number, batch in enumerate(group, 1):
@@ -111,6 +130,7 @@ def train_loop(case: Case, model: Any, data: Any, rank: int, world_size: int) ->
                 if case.schedule:
                     scheduler.step()
                 step += 1
+                shared.edit_if_due(case, rank, step, model)
                 if step == case.stop_at:
                     save(epoch)
                     return

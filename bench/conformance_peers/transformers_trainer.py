@@ -6,20 +6,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Subset
+from torch.utils.data import DataLoader, Subset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from bench.conformance_peers import shared
-from bench.conformance_peers.shared import Case, record
+from bench.conformance_peers.shared import UNUSED, Case, NotOffered, record
 
 PACKAGES = ("transformers", "accelerate")
 NOT_AVERAGED, EVEN, DROP = "average_tokens_across_devices=False", "even_batches=False", "dataloader_drop_last=True"
+ON_START, OWN_LOADER = "eval_on_start=True", "own get_train_dataloader"
 NO_ITEMS, SYNC = "a model without num_items_in_batch", "SyncBatchNorm"
 SWITCHES = {
     "uneven": (EVEN, DROP),
     "tokens": (NOT_AVERAGED, NO_ITEMS),
     "accumulate": (NO_ITEMS,),
     "batchnorm": (SYNC,),
+    "unfreeze": (UNUSED,),
+    "first": (ON_START,),
+    "divided": (OWN_LOADER,),
 }
 command = shared.torchrun
 
@@ -56,6 +60,7 @@ class Script(TrainerCallback):
     """What the case does between the steps."""
 
     trainer: Trainer
+    net: nn.Module
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -69,8 +74,17 @@ class Script(TrainerCallback):
         if self.case.edits:
             shared.first_parameter(model).grad.mul_(2)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Save and stop."""
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Freeze a layer."""
+        shared.freeze_late(self.case, self.net)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Unfreeze it."""
+        shared.unfreeze_if_due(self.case, round(state.epoch or 0), self.net)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Save and stop, or edit a parameter on one rank."""
+        shared.edit_if_due(self.case, int(os.environ["RANK"]), state.global_step, self.net)
         if state.global_step == self.case.stop_at:
             control.should_save = control.should_training_stop = True
 
@@ -78,6 +92,14 @@ class Script(TrainerCallback):
         """Call a collective on rank zero alone."""
         if self.case.alone and round(state.epoch) == 1 and state.is_world_process_zero:
             self.trainer.accelerator.reduce(torch.zeros(1))
+
+
+class OwnLoader(Trainer):
+    """One whose loader the script makes."""
+
+    def get_train_dataloader(self) -> Any:
+        """Return a loader of the stream, as it is."""
+        return DataLoader(self.train_dataset, batch_size=self.args.per_device_train_batch_size)
 
 
 def accuracy(found: Any) -> dict[str, float]:
@@ -88,6 +110,10 @@ def accuracy(found: Any) -> dict[str, float]:
 
 def train(case: Case) -> None:
     """Train or evaluate."""
+    if case.ahead:
+        raise NotOffered("The Trainer has the loop.")
+    if case.second:
+        raise NotOffered("The Trainer has one data set to train on.")
     num_ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     arguments = TrainingArguments(
         output_dir=case.folder,
@@ -101,6 +127,9 @@ def train(case: Case) -> None:
         dataloader_drop_last=case.switch == DROP,
         accelerator_config={"even_batches": case.switch != EVEN},
         save_strategy="epoch" if case.kill_at else "no",
+        max_steps=case.epochs * case.num_samples // shared.BATCH if case.divided else -1,
+        ddp_find_unused_parameters=True if case.switch == UNUSED else None,
+        eval_on_start=case.switch == ON_START and case.evaluates_first,
         remove_unused_columns=False,
         label_names=["labels"],
         seed=0,
@@ -118,7 +147,7 @@ def train(case: Case) -> None:
     optimizer = shared.make_optimizer(model.net.parameters())
     constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
     scheduler = shared.make_schedule(optimizer) if case.schedule else constant
-    trainer = Trainer(
+    trainer = (OwnLoader if case.switch == OWN_LOADER else Trainer)(
         model=model,
         args=arguments,
         train_dataset=data,
@@ -127,7 +156,9 @@ def train(case: Case) -> None:
         optimizers=(optimizer, scheduler),
         callbacks=[script],
     )
-    script.trainer = trainer
+    script.trainer, script.net = trainer, model.net
+    if case.evaluates_first and case.switch != ON_START:
+        trainer.evaluate()
     if case.evaluates:
         found = trainer.evaluate()
         record("metrics", loss=found["eval_loss"], accuracy=found["eval_accuracy"])

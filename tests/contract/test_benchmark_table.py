@@ -3,7 +3,7 @@
 import pytest
 
 from bench import programs, programs_page
-from bench.conformance import DEADLINE_S, PEERS, ROWS, read
+from bench.conformance import DEADLINE_S, ONLY, PEERS, ROWS, read
 from bench.conformance_page import PAGE, page
 from bench.report import gpu
 from bench.report.run import newest
@@ -20,7 +20,7 @@ def test_the_gpu_results_are_those_of_the_filed_runs():
 
 
 def test_the_comparison_is_that_of_the_filed_runs():
-    assert PAGE.read_text() == "\n".join(page(read()["rows"], ROWS, PEERS, DEADLINE_S)) + "\n"
+    assert PAGE.read_text() == "\n".join(page(read()["rows"], ROWS, PEERS, ONLY, DEADLINE_S)) + "\n"
 
 
 def test_the_programs_are_those_of_the_filed_runs():
