@@ -414,9 +414,7 @@ class Lab:
             if len(first) == len(steps[0]):  # else the optimizer has a part of the weights
                 far = max(far, distance(first, steps[0]))
         else:
-            without = self.reference(
-                replace(case, looks=False, evaluates_first=False), 1 if row.against == "one" else num_ranks
-            )
+            without = self.reference(replace(case, looks=False), 1 if row.against == "one" else num_ranks)
             if problem := failure(without):
                 return problem
             far = distance(weights_of(job), weights_of(without))

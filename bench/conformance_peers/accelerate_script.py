@@ -29,6 +29,7 @@ SWITCHES = {
     "batchnorm": (SYNC,),
     "shuffle": (SEEDABLE, SPLIT),
     "look": (SEEDABLE,),
+    "first": (SEEDABLE,),
     "resume": (SEEDABLE, STATEFUL),
     "metrics": (GATHER,),
     "fewer": ("join_uneven_inputs",),

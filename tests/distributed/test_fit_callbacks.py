@@ -584,3 +584,15 @@ def test_layers_that_a_callback_unfreezes_train_as_on_one_device_also_after_a_re
     assert all(relative_error(weights, expected) < 1e-12 for weights in outcomes)
     start = torch.cat([tensor.reshape(-1) for _, tensor in sorted(frozen().state_dict().items())])
     assert bool((start != expected).all())
+
+
+@pytest.mark.parametrize(("strategy", "num_ranks"), [("single", 1), ("ddp", 2), ("ddp-zero1", 2)])
+def test_an_unfrozen_layer_that_the_optimizer_does_not_have_is_refused(ranks, strategy, num_ranks):
+    def run(world):
+        task = make_task(
+            model=frozen, optimizer=lambda params: torch.optim.Adam(params, lr=0.1), callbacks=[Unfreezes()]
+        )
+        with pytest.raises(ConfigurationError, match="weight was unfrozen, but the optimizer does not have it"):
+            lockstep.fit(task, strategy=strategy, quiet=True, steps=8)
+
+    ranks(num_ranks)(run)

@@ -222,6 +222,7 @@ class Trainer:
         """Build the optimizer, and what uses it."""
         optimizer = build_optimizer(task, self._model)
         check_registered(optimizer, self._model, is_alone=self.group is None or world.world_size == 1)
+        self._frozen = {name: p for name, p in self._model.named_parameters() if not p.requires_grad}
         optimizers.check_optimizer(optimizer, self._name, self.settings, has_average=task.ema is not None)
         average = None if task.ema is None else step_parts.AveragedWeights(self._model, task.ema)
         if optimizers.has_modes(optimizer):
@@ -331,6 +332,7 @@ class Trainer:
         for its own in fp16 and with ``on_nan="skip"``, if the optimizer is not fused; with ``reproducible``; and in
         exchanges of ``local-sgd`` and ``diloco``.
         """
+        self._refuse_unfrozen()
         step = self.num_steps_done
         activity.now.step_counter[0] = step + 1
         timer = StepTimer(self.device, step)
@@ -372,6 +374,16 @@ class Trainer:
             if checks and self.checks_in_step:
                 self.check_replicas()
         return StepRecord(step, num_samples, metrics.loss, norm, updated, metrics.count, checks, timer)
+
+    def _refuse_unfrozen(self) -> None:
+        unfrozen = {id(parameter): name for name, parameter in self._frozen.items() if parameter.requires_grad}
+        held = [id(each) for group in self.optimizer.param_groups for each in group["params"]] if unfrozen else ()
+        if missing := [name for key, name in unfrozen.items() if key not in held]:
+            raise ConfigurationError(
+                f"{missing[0]} was unfrozen, but the optimizer does not have it: Task.optimizer got the "
+                "parameters that were trainable at the start.\nLet it take the model, and give the optimizer frozen "
+                "parameters as well: optimizer=lambda model: AdamW(model.parameters())."
+            )
 
     def _accumulate(self, timer: StepTimer, group: Group | None) -> tuple[Computed, step_parts.StepMetrics]:
         """Fetch, forward and backward of each micro-batch; return them with their losses, whose sum has been started.
