@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+# Before torch, whose libgomp reads it once. Else each thread that has done its part of an operation spins for the next,
+# on cores that other ranks, or the tests of another process, need: several times the processor time of some tests.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 from tests import forking, simulated_device
 from tests.pool import Pool, Ranks
 

@@ -27,13 +27,18 @@ from lockstep.launcher import bootstrap, fork_server
 # Environment variables: the folder of a forked process, and what it calls first; and which server it is forked off.
 PLACE, SERVER = "FORKED_PLACE", "FORKED_SERVER"
 # Environment variables that lockstep.cli and torch._dynamo set when they are imported. The server has imported both;
-# the tests' own process does so at some point, and what it starts after that can be forked all the same.
-SET_BY_IMPORTS = ("TORCH_CPP_LOG_LEVEL", "TORCHINDUCTOR_CACHE_DIR")
+# the tests' own process does so at some point, and what it starts after that can be forked all the same. And one of
+# tests/conftest.py that changes no result.
+SET_BY_IMPORTS = ("TORCH_CPP_LOG_LEVEL", "TORCHINDUCTOR_CACHE_DIR", "OMP_WAIT_POLICY")
 MODULES = (
     "tests.pool_worker",
     "lockstep.cli",
+    "lockstep.cli.run",
+    "lockstep.cli.train",
     "lockstep.launcher.command",
     "lockstep.train.fit",
+    "encodings.idna",  # of a socket's first address
+    "torch.utils.serialization",  # of the first file that is saved
 )  # what nearly all need
 
 interpreter = fork_server._interpreter

@@ -338,8 +338,7 @@ def averaged_while_switched(task, num_steps):
     return average.module.state_dict()
 
 
-@pytest.mark.parametrize("point", ["step", "evaluation"])
-@pytest.mark.parametrize("model", [network, partly_frozen])
+@pytest.mark.parametrize(("model", "point"), [(network, "step"), (partly_frozen, "evaluation")])
 def test_the_average_of_layers_that_are_frozen_or_unfrozen_is_that_of_torch(tmp_path, model, point):
     def fit(folder, devices, end=None):
         switch = Freezes(model is partly_frozen, point, end)

@@ -77,14 +77,14 @@ def orders(pad):
     return list(sampler), list(sampler)
 
 
-# On two ranks: 21 and 20 samples, so after the 7th step one rank was dry.
-@pytest.mark.parametrize("num_steps", [1, 4, 6])
+# On two ranks: 21 and 20 samples, so after the 7th step one rank was dry. Each pair of values is there once.
 @pytest.mark.parametrize("num_after", [1, 2, 3])
 @pytest.mark.parametrize("num_before", [1, 2, 3])
-def test_the_rest_of_an_epoch_is_seen_once_and_in_order(ranks, tmp_path, num_before, num_after, num_steps):
+def test_the_rest_of_an_epoch_is_seen_once_and_in_order(ranks, tmp_path, num_before, num_after):
     first, second = orders(pad=False)
+    num_steps = (1, 4, 6)[(num_before + num_after) % 3]
     kinds = [("plain", 0, 2), ("plain", 2, 0), ("stateful", 2, 2), ("stateful", 0, 2), ("batches", 2, 0)]
-    kind, before, after = kinds[(num_before + num_after + num_steps) % len(kinds)]
+    kind, before, after = kinds[(3 * num_before + num_after) % len(kinds)]
     path, sets_epoch = str(tmp_path / "c"), bool(num_steps % 2)
     num_steps = min(num_steps, -(-SIZE // (BATCH * num_before)) - 1)
     seen = in_order(ranks(num_before)(train, path, kind, before, False, num_steps, sets_epoch))
