@@ -198,6 +198,7 @@ PROGRAMS = (
         "--arch vit_tiny --data_path tiny/train --out_dim 256 --batch_size_per_gpu 2 --epochs 2 --warmup_epochs 0 "
         "--local_crops_number 2 --num_workers 0 --use_fp16 false --freeze_last_layer 0 --warmup_teacher_temp_epochs 0",
         data.pictures, packages=VISION, on_cpus=("utils.py", "main_dino.py"),
+        paths=("main_dino.py", "utils.py", "vision_transformer.py"),
         edits=(
             ("main_dino.py", ' + torch.hub.list("facebookresearch/xcit:main")', ""),
         ),
@@ -260,7 +261,7 @@ PROGRAMS = (
         data.pictures, "imagenet", packages=VISION, paths=("imagenet",),
         edits=(
             ("imagenet/main.py", "        print('using CPU, this will be slow')",
-             "        model = torch.nn.parallel.DistributedDataParallel(model)"),
+             "        model = torch.nn.parallel.DistributedDataParallel(model) if args.distributed else model"),
         ),
     ),
     Program(
@@ -367,12 +368,11 @@ PROGRAMS = (
 )  # fmt: skip
 
 NOT_RUN = {
-    "Barlow Twins": "starts its own ranks, one for each GPU that it finds",
     "SwAV": "needs NVIDIA's apex",
-    "improved-diffusion": "needs MPI, and wraps its model only where there is CUDA",
-    "torchtnt, auto_unit_example": "starts its own ranks",
+    "sentence-transformers": "its commit needs transformers 4, which needs an older huggingface_hub than the environment's",
+    "PyTorch Geometric": "its examples for several devices need OGB, torch-sparse or pyg-lib, and downloads",
     "Composer, custom_models": "reads its data from a folder at the root of the machine",
-    "EDM, StyleGAN2-ADA, yolov5, diffusers, sentence-transformers, mmengine": "no row in the table yet",
-    "cleanrl, fairseq, PyG, speechbrain, nanochat, Transformers' examples": "no row in the table yet",
+    "StyleGAN2-ADA, torchtnt's auto_unit_example": "start their own ranks",
+    "EDM, yolov5, mmengine, fairseq, speechbrain, nanochat, Transformers' examples": "no row in the table yet",
 }
 """Programs that were asked for, and why they have no runs."""
