@@ -131,6 +131,7 @@ PROGRAMS = (
         "--dataset-type synthetic --train-data none --train-num-samples 8 --model ViT-S-32-alt --batch-size 2 --epochs 1 "
         "--workers 0 --device cpu --dist-backend gloo --precision fp32 --warmup 1 --log-every-n-steps 1",
         packages=(*VISION, "timm", "ftfy", "regex", "wcwidth", "webdataset", "braceexpand"), paths=("src",),
+        note="its synthetic samples are all alike",
         edits=(
             ("src/open_clip_train/main.py", "device_ids=[device]", "device_ids=None"),
         ),
@@ -271,6 +272,7 @@ PROGRAMS = (
         edits=(
             ("main.py", "torch.multiprocessing.spawn(main_worker, (args,), args.ngpus_per_node)",
              'main_worker(int(os.environ["RANK"]), args)'),
+            ("main.py", "ngpus_per_node = 2", 'ngpus_per_node = int(os.environ["WORLD_SIZE"])'),
             ("main.py", "    model = nn.SyncBatchNorm.convert_sync_batchnorm(model)\n", ""),
             ("main.py", "'tcp://localhost:58472'", "'env://'"),
         ),
@@ -279,6 +281,9 @@ PROGRAMS = (
         "torchtnt: mnist", "pytorch/tnt", "b83990d2e1c32ea78e49f5d464516abc26db1848", "examples/mnist/main.py",
         "--batch-size 4 --max-epochs 1 --max-train-steps-per-epoch 16", data.digits, "examples/mnist",
         packages=(*VISION, "torcheval", "pyre_extensions", "typing_inspect"), paths=("examples", "torchtnt"),
+        edits=(
+            ("torchtnt/utils/version.py", "import pkg_resources\n", ""),
+        ),
     ),
     Program(
         "improved-diffusion", "openai/improved-diffusion", "1bc7bbbdc414d83d4abf2ad8cc1446dc36c4e4d5",
@@ -353,7 +358,8 @@ PROGRAMS = (
         "pytorch/examples: word_language_model", *EXAMPLES, "word_language_model/main.py",
         "--data tiny --epochs 1 --emsize 16 --nhid 16 --batch_size 8 --bptt 20 --dropout 0 --lr 0.01 --use-optimizer "
         "--log-interval 1",
-        data.words, "word_language_model", paths=("word_language_model",),
+        data.words, "word_language_model",
+        paths=tuple(f"word_language_model/{name}.py" for name in ("main", "data", "model")),
         note="dropout off; it has no loader: each rank takes its columns",
         prepare=(
             ("word_language_model/main.py", "import argparse\n", "import argparse\nimport lockstep\n"),
