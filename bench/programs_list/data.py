@@ -68,14 +68,14 @@ def digits(root: Path) -> None:
 
 
 def sounds(root: Path) -> None:
-    """Write sounds, their lists, and a small configuration, for HiFi-GAN: none is longer than a segment of it."""
+    """Write short sounds, their lists, and a small configuration, for HiFi-GAN."""
     folder = root / "tiny"
     folder.mkdir()
     noise = np.random.default_rng(0)
     for index in range(8):
         with wave.open(str(folder / f"{index}.wav"), "wb") as file:
             file.setparams((1, 2, 22050, 0, "NONE", ""))
-            file.writeframes(noise.integers(-9000, 9000, 2000, dtype=np.int16).tobytes())
+            file.writeframes(noise.integers(-9000, 9000, 12000, dtype=np.int16).tobytes())
     (folder / "train.txt").write_text("\n".join(f"{index}|" for index in range(8)))
     (folder / "valid.txt").write_text("0|")
     config = json.loads((root / "config_v3.json").read_text())

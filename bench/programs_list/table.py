@@ -208,7 +208,7 @@ PROGRAMS = (
         "HiFi-GAN", "jik876/hifi-gan", "4769534d45265d52a904b850da5a622601885777", "train.py",
         "--config tiny/config.json --input_wavs_dir tiny --input_training_file tiny/train.txt "
         "--input_validation_file tiny/valid.txt --training_epochs 1 --validation_interval 100 --stdout_interval 1",
-        data.sounds,
+        data.sounds, note="its data set draws segments at random: on several ranks by sample",
         packages=("librosa", "soundfile", "audioread", "lazy_loader", "pooch", "soxr", "numba", "llvmlite", "decorator",
                   "msgpack", "matplotlib", "contourpy", "cycler", "fonttools", "kiwisolver", "pyparsing"),
         edits=(
@@ -280,7 +280,7 @@ PROGRAMS = (
     Program(
         "torchtnt: mnist", "pytorch/tnt", "b83990d2e1c32ea78e49f5d464516abc26db1848", "examples/mnist/main.py",
         "--batch-size 4 --max-epochs 1 --max-train-steps-per-epoch 16", data.digits, "examples/mnist",
-        packages=(*VISION, "torcheval", "pyre_extensions", "typing_inspect"), paths=("examples", "torchtnt"),
+        packages=(*VISION, "torcheval", "pyre_extensions", "typing_inspect", "tabulate"), paths=("examples", "torchtnt"),
         edits=(
             ("torchtnt/utils/version.py", "import pkg_resources\n", ""),
         ),
@@ -369,6 +369,9 @@ PROGRAMS = (
              "train_data = train_data.chunk(world, 1)[rank].contiguous()\n"
              "args.batch_size //= world\n"),
             ("word_language_model/main.py", "model.init_hidden", "model.module.init_hidden"),
+            ("word_language_model/main.py", "torch.save(model, f)", "torch.save(model.module, f)"),
+            ("word_language_model/main.py", "model = torch.load(f)", "model = lockstep.prepare(torch.load(f))"),
+            ("word_language_model/main.py", "model.rnn.flatten", "model.module.rnn.flatten"),
         ),
     ),
 )  # fmt: skip
