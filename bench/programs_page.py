@@ -2,6 +2,7 @@
 
 # ruff: noqa: E501  (commands and sentences as they are)
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,15 @@ PAGE = Path(__file__).parent.parent / "docs" / "works_with.md"
 INTRO = """\
 Public training programs at a named commit, on 2 CPU ranks, with tiny data and models. A script runs them and writes \
 this page; every cell is the result of a run. The programs are fetched by the person who runs it, none is part of this \
-repository. These are a few steps of each, on CPUs: they compare weights, and do not show that a model is \
-trained well."""
+repository. A few steps of each compare weights; they do not show that a model is trained well."""
 
 LEGEND = """\
 | cell | meaning |
 |---|---|
 | changed | lines without which the program does not run here: CUDA and NCCL that it names, newer packages, downloads. [The table](../bench/programs_list/table.py) has all of them |
-| the same bits after each of N steps | after every step of an optimizer, on each rank, the parameters are those of the run beside it, and so are all losses |
+| same bits, N steps | after every step of an optimizer, on each rank, the parameters are those of the run beside it, and so are all losses |
 | equal to X, off by X | the largest difference of a parameter's sum, relative to the norm of all these sums |
-| `verify` | [its verdict](verify.md), with the causes, about the program itself: whether 2 ranks train as one process does |"""
+| `verify` | [its verdict](verify.md), about the program itself: whether 2 ranks train as one process does; no: the causes |"""
 
 
 def write(results: Mapping[str, Any]) -> None:
@@ -74,7 +74,8 @@ def title(name: str, row: Mapping[str, Any]) -> str:
 def text(cell: Mapping[str, Any], notes: dict[str, int]) -> str:
     """Return what a cell says, with the number of its note."""
     number = f" [{notes.setdefault(cell['note'], len(notes) + 1)}]" if cell.get("note") else ""
-    return cell["text"] + number
+    short = re.sub(r"the same bits after each of (\d+) steps", r"same bits, \1 steps", cell["text"])
+    return short.replace("not the same run: ", "no: ") + number
 
 
 def measured(programs: Mapping[str, Any]) -> Iterator[str]:

@@ -81,3 +81,26 @@ def sounds(root: Path) -> None:
     config = json.loads((root / "config_v3.json").read_text())
     config |= {"batch_size": 2, "segment_size": 2048, "num_workers": 0, "upsample_initial_channel": 32}
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def short_text(root: Path) -> None:
+    (root / "input.txt").write_text(text(1100))
+
+
+def pictures_and_unet(root: Path) -> None:
+    """Write pictures, and the configuration of a small UNet2DModel of diffusers."""
+    pictures(root)
+    folder = root / "tiny" / "unet"
+    folder.mkdir()
+    config = {
+        "_class_name": "UNet2DModel",
+        "sample_size": 16,
+        "in_channels": 3,
+        "out_channels": 3,
+        "layers_per_block": 1,
+        "block_out_channels": [8, 8],
+        "norm_num_groups": 4,
+        "down_block_types": ["DownBlock2D", "AttnDownBlock2D"],
+        "up_block_types": ["AttnUpBlock2D", "UpBlock2D"],
+    }
+    (folder / "config.json").write_text(json.dumps(config))

@@ -104,6 +104,7 @@ PROGRAMS = (
     Program(
         "pytorch/examples: ddp-tutorial-series", *EXAMPLES, "distributed/ddp-tutorial-series/multigpu_torchrun.py",
         "2 1 --batch_size 256", folder="distributed/ddp-tutorial-series", paths=("distributed/ddp-tutorial-series",),
+        note="its loss is 0: cross-entropy over one class",
         on_cpus=("distributed/ddp-tutorial-series/multigpu_torchrun.py",),
         edits=(
             ("distributed/ddp-tutorial-series/multigpu_torchrun.py", ".to(self.gpu_id)", '.to("cpu")'),
@@ -130,6 +131,7 @@ PROGRAMS = (
         "--dataset-type synthetic --train-data none --train-num-samples 8 --model ViT-S-32-alt --batch-size 2 --epochs 1 "
         "--workers 0 --device cpu --dist-backend gloo --precision fp32 --warmup 1 --log-every-n-steps 1",
         packages=(*VISION, "timm", "ftfy", "regex", "wcwidth", "webdataset", "braceexpand"), paths=("src",),
+        note="its synthetic samples are all alike",
         edits=(
             ("src/open_clip_train/main.py", "device_ids=[device]", "device_ids=None"),
         ),
@@ -143,6 +145,27 @@ PROGRAMS = (
              "optimizer = optim.Adam(model.parameters(), lr=1e-3)\n"
              "model, train_loader = lockstep.prepare(model, train_loader)\n"),
             ("vae/main.py", "model.decode(", "model.module.decode("),
+        ),
+    ),
+    Program(
+        "pytorch/examples: vae, mended", *EXAMPLES, "vae/main.py",
+        "--epochs 1 --batch-size 8 --no-accel --log-interval 1",
+        data.digits, "vae", packages=VISION, paths=("vae",),
+        note="the sum times the number of ranks, and each rank its rows of the whole batch's noise",
+        edits=(
+            ("vae/main.py", "eps = torch.randn_like(std)", "eps = torch.randn(len(std), 20, generator=noise)"),
+            ("vae/main.py", "class VAE(", "noise = torch.Generator()\nclass VAE("),
+        ),
+        prepare=(
+            ("vae/main.py", "import argparse\n", "import argparse\nimport lockstep\n"),
+            ("vae/main.py", "optimizer = optim.Adam(model.parameters(), lr=1e-3)\n",
+             "optimizer = optim.Adam(model.parameters(), lr=1e-3)\n"
+             "model, train_loader = lockstep.prepare(model, train_loader)\n"
+             "world = torch.distributed.get_world_size()\n"),
+            ("vae/main.py", "model.decode(", "model.module.decode("),
+            ("vae/main.py", "        loss.backward()", "        (loss * world).backward()"),
+            ("vae/main.py", "torch.randn(len(std), 20, generator=noise)",
+             "torch.randn(world * len(std), 20, generator=noise).chunk(world)[torch.distributed.get_rank()]"),
         ),
     ),
     Program(
@@ -176,6 +199,7 @@ PROGRAMS = (
         "--arch vit_tiny --data_path tiny/train --out_dim 256 --batch_size_per_gpu 2 --epochs 2 --warmup_epochs 0 "
         "--local_crops_number 2 --num_workers 0 --use_fp16 false --freeze_last_layer 0 --warmup_teacher_temp_epochs 0",
         data.pictures, packages=VISION, on_cpus=("utils.py", "main_dino.py"),
+        paths=("main_dino.py", "utils.py", "vision_transformer.py"),
         edits=(
             ("main_dino.py", ' + torch.hub.list("facebookresearch/xcit:main")', ""),
         ),
@@ -184,7 +208,7 @@ PROGRAMS = (
         "HiFi-GAN", "jik876/hifi-gan", "4769534d45265d52a904b850da5a622601885777", "train.py",
         "--config tiny/config.json --input_wavs_dir tiny --input_training_file tiny/train.txt "
         "--input_validation_file tiny/valid.txt --training_epochs 1 --validation_interval 100 --stdout_interval 1",
-        data.sounds,
+        data.sounds, note="its data set draws segments at random: on several ranks by sample",
         packages=("librosa", "soundfile", "audioread", "lazy_loader", "pooch", "soxr", "numba", "llvmlite", "decorator",
                   "msgpack", "matplotlib", "contourpy", "cycler", "fonttools", "kiwisolver", "pyparsing"),
         edits=(
@@ -201,15 +225,163 @@ PROGRAMS = (
              "    generator.train()\n    mpd.train()\n    msd.train()\n    for"),
         ),
     ),
+    Program(
+        "pytorch/examples: ddp", *EXAMPLES, "distributed/ddp/example.py", "", paths=("distributed/ddp",),
+        folder="distributed/ddp",
+        edits=(
+            ("distributed/ddp/example.py", "if not verify_min_gpu_count", "if False and not verify_min_gpu_count"),
+            ("distributed/ddp/example.py", ".to(rank)", '.to("cpu")'),
+            ("distributed/ddp/example.py", "device_ids=[rank]", "device_ids=None"),
+            ("distributed/ddp/example.py", "torch.distributed.get_default_backend_for_device(acc)", '"gloo"'),
+            ("distributed/ddp/example.py", "        torch.accelerator.set_device_index(rank)\n", ""),
+        ),
+    ),
+    Program(
+        "pytorch/examples: minGPT-ddp", *EXAMPLES, "distributed/minGPT-ddp/mingpt/main.py",
+        "data_config.path=input.txt data_config.block_size=16 data_config.truncate=1.0 gpt_config.n_layer=2 "
+        "gpt_config.n_head=2 gpt_config.n_embd=16 trainer_config.max_epochs=1 trainer_config.batch_size=128 "
+        "trainer_config.data_loader_workers=0 trainer_config.use_amp=False hydra.output_subdir=null",
+        data.short_text, "distributed/minGPT-ddp/mingpt", paths=("distributed/minGPT-ddp",),
+        packages=("hydra-core", "omegaconf", "antlr4-python3-runtime==4.9.3"),
+        edits=(
+            ("distributed/minGPT-ddp/mingpt/main.py", "if not verify_min_gpu_count",
+             "if False and not verify_min_gpu_count"),
+            ("distributed/minGPT-ddp/mingpt/main.py", 'torch.device(f"{acc}:{rank}")', 'torch.device("cpu")'),
+            ("distributed/minGPT-ddp/mingpt/main.py", "    torch.accelerator.set_device_index(rank)\n", ""),
+            ("distributed/minGPT-ddp/mingpt/trainer.py", "import boto3\n", ""),
+            ("distributed/minGPT-ddp/mingpt/trainer.py", 'torch.device(f"{self.acc}:{self.local_rank}")',
+             'torch.device("cpu")'),
+            ("distributed/minGPT-ddp/mingpt/trainer.py", "device_ids=[self.local_rank]", "device_ids=None"),
+            ("distributed/minGPT-ddp/mingpt/trainer.py", ".to(self.local_rank)", '.to("cpu")'),
+        ),
+    ),
+    Program(
+        "pytorch/examples: imagenet", *EXAMPLES, "imagenet/main.py",
+        "tiny --arch resnet18 --epochs 2 --batch-size 2 --workers 0 --no-accel --dist-url env:// --dist-backend gloo "
+        "--print-freq 1",
+        data.pictures, "imagenet", packages=VISION, paths=("imagenet",),
+        edits=(
+            ("imagenet/main.py", "        print('using CPU, this will be slow')",
+             "        model = torch.nn.parallel.DistributedDataParallel(model) if args.distributed else model"),
+        ),
+    ),
+    Program(
+        "Barlow Twins", "facebookresearch/barlowtwins", "8e8d284ca0bc02f88b92328e53f9b901e86b4a3c", "main.py",
+        "tiny --epochs 2 --batch-size 4 --workers 0 --projector 32-32-32 --print-freq 1",
+        data.pictures, packages=VISION, on_cpus=("main.py",), note="SyncBatchNorm off",
+        edits=(
+            ("main.py", "torch.multiprocessing.spawn(main_worker, (args,), args.ngpus_per_node)",
+             'main_worker(int(os.environ["RANK"]), args)'),
+            ("main.py", "ngpus_per_node = 2", 'ngpus_per_node = int(os.environ["WORLD_SIZE"])'),
+            ("main.py", "    model = nn.SyncBatchNorm.convert_sync_batchnorm(model)\n", ""),
+            ("main.py", "'tcp://localhost:58472'", "'env://'"),
+        ),
+    ),
+    Program(
+        "torchtnt: mnist", "pytorch/tnt", "b83990d2e1c32ea78e49f5d464516abc26db1848", "examples/mnist/main.py",
+        "--batch-size 4 --max-epochs 1 --max-train-steps-per-epoch 16", data.digits, "examples/mnist",
+        packages=(*VISION, "torcheval", "pyre_extensions", "typing_inspect", "tabulate"), paths=("examples", "torchtnt"),
+        edits=(
+            ("torchtnt/utils/version.py", "import pkg_resources\n", ""),
+        ),
+    ),
+    Program(
+        "improved-diffusion", "openai/improved-diffusion", "1bc7bbbdc414d83d4abf2ad8cc1446dc36c4e4d5",
+        "scripts/image_train.py",
+        "--data_dir tiny/train --image_size 32 --num_channels 32 --num_res_blocks 1 --batch_size 2 --microbatch 1 "
+        "--lr_anneal_steps 4 --log_interval 1",
+        data.pictures,
+        packages=("blobfile", "pycryptodomex", "lxml"),
+        edits=(
+            ("improved_diffusion/dist_util.py", "from mpi4py import MPI\n", ""),
+            ("improved_diffusion/dist_util.py", "    comm = MPI.COMM_WORLD\n",
+             '    return dist.init_process_group("gloo")\n'),
+            ("improved_diffusion/image_datasets.py", "from mpi4py import MPI\n", "import torch.distributed as dist\n"),
+            ("improved_diffusion/image_datasets.py", "MPI.COMM_WORLD.Get_rank()", "dist.get_rank()"),
+            ("improved_diffusion/image_datasets.py", "MPI.COMM_WORLD.Get_size()", "dist.get_world_size()"),
+            ("improved_diffusion/train_util.py", "        if th.cuda.is_available():\n            self.use_ddp",
+             "        if True:\n            self.use_ddp"),
+            ("improved_diffusion/train_util.py", "=[dist_util.dev()]", "=None"),
+            ("improved_diffusion/train_util.py", "output_device=dist_util.dev()", "output_device=None"),
+        ),
+    ),
+    Program(
+        "diffusers: train_unconditional", "huggingface/diffusers", "58eb52c0803ea9af3abec60841c2a093bdf1f951",
+        "examples/unconditional_image_generation/train_unconditional.py",
+        "--train_data_dir tiny/train --model_config_name_or_path tiny/unet --resolution 16 --train_batch_size 2 "
+        "--num_epochs 2 --gradient_accumulation_steps 2 --lr_warmup_steps 1 --output_dir out --ddpm_num_steps 10 "
+        "--ddpm_num_inference_steps 2 --eval_batch_size 1 --use_ema",
+        data.pictures_and_unet, packages=(*VISION, "accelerate", "regex", "importlib_metadata", "zipp"),
+        environment=(("ACCELERATE_USE_CPU", "true"),), paths=("src", "examples/unconditional_image_generation"),
+        note="with Accelerate",
+    ),
+    Program(
+        "cleanrl: ppo_atari_multigpu", "vwxyzjn/cleanrl", "fe8d8a03c41a7ef5b523e2e354bd01c363e786bb",
+        "cleanrl/ppo_atari_multigpu.py",
+        "--total-timesteps 128 --local-num-envs 2 --num-steps 16 --update-epochs 2 --num-minibatches 2 --no-cuda",
+        packages=("gymnasium", "ale-py", "tyro", "shtab", "docstring_parser", "typeguard", "farama-notifications",
+                  "opencv-python-headless", "importlib_resources"),
+        paths=("cleanrl", "cleanrl_utils"), note="averages its gradients by all_reduce",
+        edits=(
+            ("cleanrl/ppo_atari_multigpu.py", "import gymnasium as gym\n", "import ale_py\nimport gymnasium as gym\n"),
+            ("cleanrl/ppo_atari_multigpu.py", "GrayScaleObservation", "GrayscaleObservation"),
+            ("cleanrl/ppo_atari_multigpu.py", "wrappers.FrameStack(", "wrappers.FrameStackObservation("),
+        ),
+    ),
+    Program(
+        "pytorch/examples: siamese_network", *EXAMPLES, "siamese_network/main.py",
+        "--epochs 1 --batch-size 8 --no-accel --log-interval 1",
+        data.digits, "siamese_network", packages=VISION, paths=("siamese_network",),
+        note="its data set draws pairs at random, on several ranks by sample",
+        prepare=(
+            ("siamese_network/main.py", "import argparse, ", "import lockstep, argparse, "),
+            ("siamese_network/main.py", "    scheduler = StepLR",
+             "    model, train_loader = lockstep.prepare(model, train_loader)\n"
+             "    scheduler = StepLR"),
+        ),
+    ),
+    Program(
+        "pytorch/examples: mnist_rnn", *EXAMPLES, "mnist_rnn/main.py", "--epochs 2 --batch-size 8 --log-interval 1",
+        data.digits, "mnist_rnn", packages=VISION, paths=("mnist_rnn",), note="dropout off",
+        edits=(
+            ("mnist_rnn/main.py", "Dropout2d(0.25)", "Dropout2d(0.0)"),
+            ("mnist_rnn/main.py", "Dropout2d(0.5)", "Dropout2d(0.0)"),
+        ),
+        prepare=(
+            ("mnist_rnn/main.py", "import argparse\n", "import argparse\nimport lockstep\n"),
+            ("mnist_rnn/main.py", "    scheduler = StepLR",
+             "    model, train_loader, test_loader = lockstep.prepare(model, train_loader, test_loader)\n"
+             "    scheduler = StepLR"),
+        ),
+    ),
+    Program(
+        "pytorch/examples: word_language_model", *EXAMPLES, "word_language_model/main.py",
+        "--data tiny --epochs 1 --emsize 16 --nhid 16 --batch_size 8 --bptt 20 --dropout 0 --lr 0.01 --use-optimizer "
+        "--log-interval 1",
+        data.words, "word_language_model",
+        paths=tuple(f"word_language_model/{name}.py" for name in ("main", "data", "model")),
+        note="dropout off; it has no loader: each rank takes its columns",
+        prepare=(
+            ("word_language_model/main.py", "import argparse\n", "import argparse\nimport lockstep\n"),
+            ("word_language_model/main.py", "criterion = nn.NLLLoss()\n",
+             "criterion = nn.NLLLoss()\nmodel = lockstep.prepare(model)\n"
+             "rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()\n"
+             "train_data = train_data.chunk(world, 1)[rank].contiguous()\n"
+             "args.batch_size //= world\n"),
+            ("word_language_model/main.py", "model.init_hidden", "model.module.init_hidden"),
+            ("word_language_model/main.py", "torch.save(model, f)", "torch.save(model.module, f)"),
+            ("word_language_model/main.py", "model = torch.load(f)", "model = lockstep.prepare(torch.load(f))"),
+            ("word_language_model/main.py", "model.rnn.flatten", "model.module.rnn.flatten"),
+        ),
+    ),
 )  # fmt: skip
 
 NOT_RUN = {
-    "Barlow Twins": "starts its own ranks, one for each GPU that it finds",
     "SwAV": "needs NVIDIA's apex",
-    "improved-diffusion": "needs MPI, and wraps its model only where there is CUDA",
-    "torchtnt, auto_unit_example": "starts its own ranks",
+    "sentence-transformers": "its commit needs transformers 4, which needs an older huggingface_hub than the environment's",
+    "PyTorch Geometric": "its examples for several devices need OGB, torch-sparse or pyg-lib, and downloads",
     "Composer, custom_models": "reads its data from a folder at the root of the machine",
-    "EDM, StyleGAN2-ADA, yolov5, diffusers, sentence-transformers, mmengine": "no row in the table yet",
-    "cleanrl, fairseq, PyG, speechbrain, nanochat, Transformers' examples": "no row in the table yet",
+    "StyleGAN2-ADA, torchtnt's auto_unit_example": "start their own ranks",
+    "EDM, yolov5, mmengine, fairseq, speechbrain, nanochat, Transformers' examples": "no row in the table yet",
 }
 """Programs that were asked for, and why they have no runs."""

@@ -89,6 +89,7 @@ OTHERS_FAIL = {
 SOUND = {
     "plain_ddp": (),
     "sync_batchnorm": (),
+    "wrapped_inside": (),
     "dropout_seeded_by_rank": ("dropout masks",),
     "local_batchnorm": ("batch norm statistics",),
     "gan_two_optimizers": (),

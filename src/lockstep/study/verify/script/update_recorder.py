@@ -172,7 +172,7 @@ class UpdateRecorder:
         if not parameters:  # a module of losses
             return
         self._called = module
-        for name, layer in unwrap(module).named_modules():
+        for name, layer in _named_modules(unwrap(module)):
             if is_batch_norm(layer) and layer.training and "Sync" not in type(layer).__name__:
                 self.norms.add(name)
         self._note_precision(module)
@@ -287,9 +287,11 @@ class UpdateRecorder:
         """Yield parameters and buffers of all models by name, and what else the optimizer updates."""
         named: set[int] = set()
         for prefix, module in self._models.roots().items():
-            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-                named.add(id(tensor))
-                yield prefix + name, tensor
+            for path, layer in _named_modules(module):
+                for name, tensor in (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)):
+                    if id(tensor) not in named:
+                        named.add(id(tensor))
+                        yield f"{prefix}{path}{'.' * bool(path)}{name}", tensor
         for number, group in enumerate(optimizer.param_groups):
             for place, parameter in enumerate(group["params"]):
                 if id(parameter) not in named:
@@ -298,12 +300,21 @@ class UpdateRecorder:
     def _attributes(self) -> Iterator[tuple[str, Any]]:
         """Yield the numbers and tensors that modules have as plain attributes, by name."""
         for prefix, root in self._models.roots().items():
-            for path, module in root.named_modules():
+            for path, module in _named_modules(root):
                 for name, value in vars(module).items():
                     is_value = isinstance(value, Tensor | int | float)
                     if name not in _OWN_ATTRIBUTES and not name.startswith("_") and is_value:
                         full_name = f"{prefix}{path}{'.' * bool(path)}{name}"
                         yield full_name, fingerprint(value).digest if isinstance(value, Tensor) else value
+
+
+def _named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of a model by name, as if none in it were wrapped: a script may wrap on several ranks only."""
+    wrappers = {path for path, module in root.named_modules() if unwrap(module) is not module}
+    for path, module in root.named_modules():
+        parts = path.split(".")
+        if path not in wrappers:
+            yield ".".join(part for i, part in enumerate(parts) if ".".join(parts[:i]) not in wrappers), module
 
 
 def _operations(loss: Tensor) -> Iterator[str]:
