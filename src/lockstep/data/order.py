@@ -12,7 +12,7 @@ from fractions import Fraction
 from functools import cached_property, lru_cache, partial
 from hashlib import blake2b
 from math import floor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -64,28 +64,14 @@ def seed_cpu(value: int) -> None:
     torch.default_generator.manual_seed(value)
 
 
-CpuStates = tuple[Any, Any, Tensor]
-
-
-def cpu_states() -> CpuStates:
-    """Return the states of the generators of Python, numpy and torch's CPU."""
-    return random.getstate(), np.random.get_state(), torch.get_rng_state()
-
-
-def set_cpu_states(states: CpuStates) -> None:
-    """Set what `cpu_states` returned."""
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    torch.set_rng_state(states[2])
-
-
 class SampleSeeds:
     """Seeds the CPU's generators before each sample of a data set, unless its samples draw nothing from them.
 
     [Note: samples that draw nothing]
-    Seeding takes 7 us a sample, often more than it takes to read one from memory. So the states are compared after the
-    first batch: if nothing was drawn after its last sample was seeded, the next batches are read without seeds. If one
-    of them draws all the same, it is read again with seeds, as are all after it. So samples have the same numbers.
+    Seeding takes 7 us a sample, often more than it takes to read one from memory. So after the first batch the next
+    random numbers are compared with those after its last seed: if they are the same, nothing was drawn, and the next
+    batches are read with one seed each. If one of them draws all the same, it is read again with a seed for each
+    sample, as are all after it. So samples have the same numbers in any case.
 
     Attributes:
         draws: Whether samples draw; None: not known yet.
@@ -93,32 +79,36 @@ class SampleSeeds:
 
     def __init__(self, draws: bool | None = None) -> None:
         self.draws = draws
-        self._seeded: CpuStates | None = None
+        self._newest: int | None = None
 
     def seed(self, *position: int) -> None:
         """Seed for the sample that is read next, in a call of `read`."""
         if self.draws is not False:
-            seed_cpu(mix(*position))
-            self._seeded = cpu_states() if self.draws is None else None
+            self._newest = mix(*position)
+            seed_cpu(self._newest)
 
     def read(self, load: Callable[[], _Batch], again: Callable[[], _Batch]) -> _Batch:
-        """Return a batch: what ``load`` returns, or ``again``, which reads the samples of ``load`` once more."""
-        before = cpu_states() if self.draws is False else None
+        """Return a batch: what ``load`` returns, or ``again``, which reads the samples of ``load`` once more.
+
+        Changes the states of the generators.
+        """
+        if self.draws is False:
+            self._newest = 0
+            seed_cpu(0)
         batch = load()
-        if before is not None and not _are_equal(before, cpu_states()):
-            set_cpu_states(before)
-            self.draws = True
-            return again()
-        if self._seeded is not None:
-            self.draws, self._seeded = not _are_equal(self._seeded, cpu_states()), None
-        return batch
+        if self.draws or self._newest is None:
+            return batch
+        is_first, self.draws = self.draws is None, _next_numbers() != _numbers_after(self._newest)
+        return again() if self.draws and not is_first else batch
 
 
-def _are_equal(states: CpuStates, others: CpuStates) -> bool:
-    numpys, other_numpys = states[1], others[1]
-    if not isinstance(numpys, tuple) or not np.array_equal(numpys[1], other_numpys[1]):  # a dict: not numpy's default
-        return False
-    return states[0] == others[0] and numpys[2:] == other_numpys[2:] and torch.equal(states[2], others[2])
+def _next_numbers() -> tuple[float, float, int]:
+    return random.random(), np.random.random_sample(), int(torch.randint(2**62, ()))
+
+
+def _numbers_after(seed: int) -> tuple[float, float, int]:
+    seed_cpu(seed)
+    return _next_numbers()
 
 
 def seed_device(device: torch.device, value: int) -> None:

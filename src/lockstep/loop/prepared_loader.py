@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, cast
 
 import numpy as np
@@ -18,7 +17,7 @@ from lockstep.base.torch_internals import BaseDataLoaderIter, fetch_of, unread_i
 from lockstep.comm.collectives import device_for, gather_states
 from lockstep.comm.world import World
 from lockstep.data.loader import MicroBatch, Prefetcher, batched_getitem
-from lockstep.data.order import Purpose, cut, mix
+from lockstep.data.order import Purpose, cut, mix, seed_cpu
 from lockstep.errors import ConfigurationError
 from lockstep.loop.batch_parts import parts
 from lockstep.loop.passes import DividedCollate, GlobalBatch, Pass, Progress, StreamBatch, models
@@ -155,12 +154,12 @@ class PreparedLoader(data.DataLoader[Any]):
         fetch = fetch_of(batches)
 
         def again() -> Any:
-            with seeded(value):
-                return fetch(progress.division.newest)
+            seed_cpu(value)
+            return fetch(progress.division.newest)
 
         if fetch is None:
             progress.seeds.draws = True
-        with seeded(value) if progress.seeds.draws is not False else nullcontext():
+        with seeded(value):
             return progress.seeds.read(lambda: next(batches, _END), again)
 
     def _needs_sample(self, this: Pass) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch.utils import data
 
 from lockstep.comm.world import shared_seeds
-from lockstep.data.order import Purpose, cpu_states, mix, seed_cpu, seed_device, set_cpu_states
+from lockstep.data.order import Purpose, mix, seed_cpu, seed_device
 
 _PYTHON, _NUMPY, _TORCH = object(), object(), object()  # stand for the generators of the process
 _OF_PROCESS = (_TORCH, _PYTHON, _NUMPY)
@@ -67,11 +67,13 @@ def _with_arrays(state: Any) -> Any:
 @contextmanager
 def kept_states() -> Iterator[None]:
     """Leave the CPU's generators as they were before the block."""
-    states = cpu_states()
+    pythons, numpys, torchs = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
     finally:
-        set_cpu_states(states)
+        random.setstate(pythons)
+        np.random.set_state(numpys)
+        torch.set_rng_state(torchs)
 
 
 @contextmanager

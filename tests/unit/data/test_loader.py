@@ -22,7 +22,7 @@ from torch.utils.data import Dataset, TensorDataset, default_collate
 import lockstep
 from lockstep.base.containers import map_tensors
 from lockstep.base.env import check_socket_folder
-from lockstep.data import TokenFiles
+from lockstep.data import TokenFiles, order
 from lockstep.data.loader import (
     LoadOptions,
     MicroBatch,
@@ -109,14 +109,15 @@ def test_samples_that_begin_to_draw_late_have_the_same_random_numbers(drawing):
     assert any(value for samples in whole.values() for _, value in samples)
 
 
-def test_samples_that_draw_nothing_are_read_once_and_leave_the_generators():
-    samples = Seldom([])
+def test_samples_that_draw_nothing_are_read_once_and_have_one_seed_a_batch(monkeypatch):
+    samples, seeds = Seldom([]), []
     batches = load_order(ORDER, samples, BatchSplit(1, range(1), 1), LoadOptions(None, 0, pin_memory=False), 0, None)
     next(batches)
-    random.seed(5)
-    before = random.getstate()
+    seed_cpu = order.seed_cpu
+    monkeypatch.setattr(order, "seed_cpu", lambda value: (seeds.append(value), seed_cpu(value)))
     assert len(list(islice(batches, 3))) == 3
-    assert random.getstate() == before and len(samples.reads) == 20
+    assert len(samples.reads) == 20
+    assert seeds == [0] * 6  # before each batch, and for the numbers that it is compared with
 
 
 @pytest.mark.parametrize("workers", [1, 2])
