@@ -14,7 +14,6 @@ newest.
 import argparse
 import contextlib
 import json
-import shlex
 import signal
 import subprocess
 import sys
@@ -83,7 +82,8 @@ def main(arguments: Sequence[str]) -> int:
             return since(options.since, options.quick)
         if options.names:
             return alone(options.names, options.quick)
-        return whole(options.quick, shlex.join(["python", "tools/bench.py", *arguments]), options.parts)
+        command = "python tools/bench.py" + " --quick" * options.quick + " --parts FOLDER" * bool(options.parts)
+        return whole(options.quick, command, options.parts)
     except KeyboardInterrupt:
         print("Stopped; nothing was kept.", file=sys.stderr)
         return 130
