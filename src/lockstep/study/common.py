@@ -116,7 +116,7 @@ class Table:
 
     Attributes:
         rows: Of strings, or of `rich.text.Text` for cells that a terminal emphasizes.
-        numbers: Columns that are aligned right and never wrapped.
+        numbers: Columns that are aligned right, and wrapped only if together they are wider than a terminal.
         differs: First cells of the rows that a page emphasizes.
     """
 
@@ -130,9 +130,14 @@ class Table:
         """Return it laid out for a terminal."""
         style = {"title_justify": "left", "title_style": "bold", "box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0)}
         rich_table = table.Table(title=self.title or None, **style)  # type: ignore[arg-type]
-        for name in self.columns:
-            is_number = name in self.numbers
-            rich_table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
+        longest = [max(map(len, column)) for column in zip(self.columns, *self.rows, strict=True)]
+        is_number = [name in self.numbers for name in self.columns]
+        # If there are too many numbers, they are wrapped: rich would leave out the names of the rows.
+        is_wide = sum(length + 1 if number else 12 for length, number in zip(longest, is_number, strict=True)) > WIDTH
+        for name, number in zip(self.columns, is_number, strict=True):
+            rich_table.add_column(
+                name, justify="right" if number else "left", no_wrap=number != is_wide, overflow="fold"
+            )
         for row in self.rows:
             # As Text, since rich would interpret brackets in a string as markup.
             rich_table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))

@@ -1,7 +1,9 @@
+import io
 import mmap
 import sys
 
 import pytest
+from rich.console import Console
 
 from lockstep.study.common import (
     MIB,
@@ -71,3 +73,12 @@ def test_the_peak_is_of_what_was_held_since_the_reset() -> None:
 def test_brackets_in_a_cell_are_text_and_no_markup(capsys) -> None:
     console().print(Table("[red]title", ("what",), [("a[b]c[/b]",)]).rich())
     assert "a[b]c[/b]" in capsys.readouterr().out
+
+
+def test_a_table_that_is_wider_than_a_terminal_wraps_its_numbers_and_has_all_names() -> None:
+    columns = [f"{2**k} machines" for k in range(8)]
+    wide = Table("", ["", *columns], [[name, *["17.44 s  100%"] * 8] for name in ("ddp", "accumulate 4*")], columns)
+    printed = io.StringIO()
+    Console(file=printed, width=100).print(wide.rich())
+    text = printed.getvalue()
+    assert "accumulate 4*" in text and "ddp" in text and text.count("100%") == 16
