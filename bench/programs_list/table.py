@@ -378,7 +378,7 @@ PROGRAMS = (
 
 NOT_RUN = {
     "SwAV": "needs NVIDIA's apex",
-    "sentence-transformers": "its commit needs transformers 4, which needs an older huggingface_hub than the environment's",
+    "sentence-transformers": "its commit needs transformers 4, which needs an older tokenizers than the environment's",
     "PyTorch Geometric": "its examples for several devices need OGB, torch-sparse or pyg-lib, and downloads",
     "Composer, custom_models": "reads its data from a folder at the root of the machine",
     "StyleGAN2-ADA, torchtnt's auto_unit_example": "start their own ranks",

@@ -60,21 +60,26 @@ def mix(*parts: int) -> int:
 def seed_cpu(value: int) -> None:
     """Set the generators of Python, numpy and torch's CPU."""
     random.seed(value)
+    _seed_numpy_and_torch(value)
+
+
+def _seed_numpy_and_torch(value: int) -> None:
     np.random.seed(value & 0xFFFFFFFF)
     torch.default_generator.manual_seed(value)
 
 
 class SampleSeeds:
-    """Seeds the CPU's generators before each sample of a data set, unless its samples draw nothing from them.
+    """Seeds the CPU's generators before each sample of a data set; Python's only if samples draw from it.
 
-    [Note: samples that draw nothing]
-    Seeding takes 7 us a sample, often more than it takes to read one from memory. So after the first batch the next
-    random numbers are compared with those after its last seed: if they are the same, nothing was drawn, and the next
-    batches are read with one seed each. If one of them draws all the same, it is read again with a seed for each
-    sample, as are all after it. So samples have the same numbers in any case.
+    [Note: samples that do not draw from `random`]
+    Seeding takes 7 us a sample, often more than it takes to read one from memory, and half of that is for `random`. So
+    after the first batch its next number is compared with that after its last seed: if they are the same, nothing was
+    drawn, and in the next batches it is seeded once. If one of them draws from it all the same, that batch is read
+    again with a seed for each sample, as are all after it. So samples have the same numbers in any case. The others are
+    always seeded: data sets also ask for ``torch.initial_seed()`` or a state of numpy, which is not seen afterwards.
 
     Attributes:
-        draws: Whether samples draw; None: not known yet.
+        draws: Whether samples draw from `random`; None: not known yet.
     """
 
     def __init__(self, draws: bool | None = None) -> None:
@@ -83,9 +88,12 @@ class SampleSeeds:
 
     def seed(self, *position: int) -> None:
         """Seed for the sample that is read next, in a call of `read`."""
-        if self.draws is not False:
-            self._newest = mix(*position)
-            seed_cpu(self._newest)
+        value = mix(*position)
+        if self.draws is False:
+            _seed_numpy_and_torch(value)
+        else:
+            seed_cpu(value)
+            self._newest = value
 
     def read(self, load: Callable[[], _Batch], again: Callable[[], _Batch]) -> _Batch:
         """Return a batch: what ``load`` returns, or ``again``, which reads the samples of ``load`` once more.
@@ -94,21 +102,14 @@ class SampleSeeds:
         """
         if self.draws is False:
             self._newest = 0
-            seed_cpu(0)
+            random.seed(0)
         batch = load()
         if self.draws or self._newest is None:
             return batch
-        is_first, self.draws = self.draws is None, _next_numbers() != _numbers_after(self._newest)
+        number, is_first = random.random(), self.draws is None
+        random.seed(self._newest)
+        self.draws = number != random.random()
         return again() if self.draws and not is_first else batch
-
-
-def _next_numbers() -> tuple[float, float, int]:
-    return random.random(), np.random.random_sample(), int(torch.randint(2**62, ()))
-
-
-def _numbers_after(seed: int) -> tuple[float, float, int]:
-    seed_cpu(seed)
-    return _next_numbers()
 
 
 def seed_device(device: torch.device, value: int) -> None:

@@ -22,7 +22,7 @@ from torch.utils.data import Dataset, TensorDataset, default_collate
 import lockstep
 from lockstep.base.containers import map_tensors
 from lockstep.base.env import check_socket_folder
-from lockstep.data import TokenFiles, order
+from lockstep.data import TokenFiles
 from lockstep.data.loader import (
     LoadOptions,
     MicroBatch,
@@ -109,15 +109,27 @@ def test_samples_that_begin_to_draw_late_have_the_same_random_numbers(drawing):
     assert any(value for samples in whole.values() for _, value in samples)
 
 
-def test_samples_that_draw_nothing_are_read_once_and_have_one_seed_a_batch(monkeypatch):
-    samples, seeds = Seldom([]), []
+def test_samples_that_do_not_draw_are_read_once_and_have_one_seed_of_random_a_batch(monkeypatch):
+    samples, seeds, seed = Seldom([]), [], random.seed
     batches = load_order(ORDER, samples, BatchSplit(1, range(1), 1), LoadOptions(None, 0, pin_memory=False), 0, None)
     next(batches)
-    seed_cpu = order.seed_cpu
-    monkeypatch.setattr(order, "seed_cpu", lambda value: (seeds.append(value), seed_cpu(value)))
+    monkeypatch.setattr(random, "seed", lambda value: (seeds.append(value), seed(value)))
     assert len(list(islice(batches, 3))) == 3
     assert len(samples.reads) == 20
-    assert seeds == [0] * 6  # before each batch, and for the numbers that it is compared with
+    assert seeds == [0] * 6  # before each batch, and for the number that is compared
+
+
+class Asks(Noisy):
+    """Draws nothing, but asks for the seed of torch and the state of numpy."""
+
+    def __getitem__(self, index):
+        return index, torch.initial_seed() % 2**31, int(np.random.get_state()[1][0])
+
+
+def test_samples_that_ask_for_a_seed_without_drawing_have_one_each():
+    table = rows(micro_batches(6, samples=Asks()))
+    assert len({tuple(numbers) for samples in table.values() for _, *numbers in samples}) == 30
+    assert rows(micro_batches(1, samples=Asks(), first_step=4)) == {4: table[4]}
 
 
 @pytest.mark.parametrize("workers", [1, 2])
