@@ -92,7 +92,8 @@ class Worker:
         words = [sys.executable, "-m", "tests.pool_worker", str(os.getpid()), *(["simulated"] if simulated else [])]
         with theirs, self.log_path.open("wb") as log:
             pipes = {"stdin": theirs.fileno(), "stdout": log, "stderr": log}
-            self.process = subprocess.Popen(words, env={**os.environ, **own}, start_new_session=True, **pipes)
+            environ, place = {**os.environ, **own}, TESTS.parent  # a test may have gone elsewhere
+            self.process = subprocess.Popen(words, env=environ, cwd=place, start_new_session=True, **pipes)
 
     @property
     def is_alive(self) -> bool:

@@ -159,6 +159,15 @@ def test_death_of_a_worker_is_named_and_the_next_call_works(own_pool):
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("forked", [True, False])
+def test_workers_can_start_from_any_folder(own_pool, tmp_path, monkeypatch, forked):
+    monkeypatch.chdir(tmp_path)
+    if not forked:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")  # what is forked has read another value
+    found = own_pool.ranks(1)(lambda world: (os.getcwd(), os.environ.get("CUDA_VISIBLE_DEVICES")))
+    assert found == [(str(Path(__file__).parents[2]), os.environ.get("CUDA_VISIBLE_DEVICES"))]
+
+
 def test_timeout_names_the_stuck_ranks_and_shows_where_they_are(own_pool):
     def stick_on_one(world):
         if world.rank == 1:

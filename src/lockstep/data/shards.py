@@ -21,6 +21,7 @@ import sys
 import tarfile
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -48,6 +49,9 @@ _PIECE_BYTES = 8 << 20
 
 # Bytes of a column that are read for a row of Parquet.
 _BATCH_BYTES = 16 << 10
+
+# Unfinished files that nobody has written to for so long may be of a killed process.
+_ABANDONED_S = 60.0
 
 # Threads that index shards, and threads of each process that fetch pieces ahead.
 _NUM_INDEXING, _NUM_AHEAD = 16, 2
@@ -414,14 +418,14 @@ class _PieceCache:
         files = []
         for path in self._folder.iterdir():
             with contextlib.suppress(OSError):  # it is gone, is being fetched, or belongs to another user
-                if path.suffix == ".part":
+                state = path.stat()
+                if path.suffix != ".part":
+                    files.append((state.st_mtime_ns, state.st_size, path))
+                elif time.time() - state.st_mtime > _ABANDONED_S:  # others fetch ahead, and pass over what is locked
                     with path.open("rb") as file:
                         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # who fetches has the lock
                         if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                             path.unlink()
-                else:
-                    state = path.stat()
-                    files.append((state.st_mtime_ns, state.st_size, path))
         excess = sum(size for _, size, _ in files) - self._max_bytes
         for _, size, path in sorted(files)[:-1]:  # never the one that was just fetched
             if excess > 0:

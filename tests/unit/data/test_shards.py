@@ -574,11 +574,14 @@ def test_what_a_killed_process_was_fetching_is_removed_by_others(tmp_path):
             cache.fetch("killed", lambda part: part.write_bytes(b"half") and os.kill(os.getpid(), signal.SIGKILL))
         os.waitpid(child, 0)
         path.write_bytes(b"1")
-        assert sorted(tmp_path.iterdir()) == [tmp_path / "a.part", tmp_path / "killed.part"]
-        cache.fetch("b", lambda part: part.write_bytes(b"2"))
+        cache.fetch("b", lambda part: part.write_bytes(b"2"))  # does not even lock what may be fetched right now
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["a.part", "b", "killed.part"]
+        for part in tmp_path.glob("*.part"):
+            os.utime(part, (time.time() - 100,) * 2)
+        cache.fetch("c", lambda part: part.write_bytes(b"3"))
 
     cache.fetch("a", fetch)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("fails", [False, True])
