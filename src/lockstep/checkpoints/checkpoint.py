@@ -442,7 +442,7 @@ class Checkpoints:
             metrics: Of the evaluation after this step.
         """
         path = self.path(step)
-        self._wait_until_written(self._writes)  # there is memory for one copy of the state
+        self._wait_for_all()  # there is memory for one copy of the state
         # One exchange, so that all ranks use the same folder and token, or none of them saves.
         token = gather(self._make_folder(path) if self.world.is_rank_zero else None)[0]
         if token is not None and not self.failure:  # otherwise `agree` raises it on all ranks
@@ -552,10 +552,13 @@ class Checkpoints:
         Raises:
             CheckpointError: On every rank.
         """
+        _raise_first(self._gather_failures())
+
+    def _gather_failures(self) -> list[str | None]:
         problems = gather(self.failure)
         if any(problems):
             self._no_more_parts.set()  # otherwise rank zero would wait for the part of the rank that failed
-        _raise_first(problems)
+        return problems
 
     def finish(self) -> None:
         """Wait until the checkpoint is written.
@@ -565,10 +568,7 @@ class Checkpoints:
         Raises:
             CheckpointError: On every rank: something could not be written.
         """
-        # First the shards: rank zero would wait forever for the shard of a rank that failed.
-        self._wait_until_written(self._writes[:1])
-        self.agree()
-        self._wait_until_written(self._writes)
+        self._wait_for_all()
         self.agree()
 
     def close(self, *, wait_s: float = LAST_WRITE_TIMEOUT_S) -> None:
@@ -591,6 +591,12 @@ class Checkpoints:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """Close; after Ctrl-C with a short time limit."""
         self.close(wait_s=CTRL_C_TIMEOUT_S if kind is KeyboardInterrupt else LAST_WRITE_TIMEOUT_S)
+
+    def _wait_for_all(self) -> None:
+        # First the parts: rank zero would wait for the part of a rank that failed.
+        self._wait_until_written(self._writes[:1])
+        self._gather_failures()
+        self._wait_until_written(self._writes)
 
     def _wait_until_written(self, writes: Sequence[Future[None]]) -> None:
         if wait(writes, WRITE_TIMEOUT_S).not_done:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 import lockstep
 from lockstep.checkpoints import checkpoint
@@ -39,11 +39,13 @@ def world():
 
 
 @pytest.fixture(params=["folder", "store"])
-def place(request, tmp_path):
+def place(request, tmp_path, monkeypatch):
     """Give a folder, and one in an object store."""
     if request.param == "folder":
         return tmp_path
     MemoryFileSystem.store.clear()
+    # fsspec's lends the buffer, so a listing makes another thread's write fail at the same moment.
+    monkeypatch.setattr(MemoryFile, "size", property(lambda file: len(file.getvalue())))
     return place_of("memory://bucket")
 
 
@@ -425,6 +427,18 @@ def test_the_step_waits_for_the_copy_only_and_the_next_save_for_the_one_before(p
     with Checkpoints(place, world, blocking=True) as checkpoints:
         checkpoints.save(state_of(3), step=3)
         assert made == [1, 2, 3]
+
+
+def test_the_next_save_does_not_wait_for_a_part_that_could_not_be_written(tmp_path, world, monkeypatch):
+    def fail(*_):
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr("lockstep.checkpoints.checkpoint_storage.write_shard", fail)
+    with Checkpoints(tmp_path, world) as checkpoints:
+        checkpoints.save(state_of(1), step=1)
+        checkpoints.save(state_of(2), step=2)
+        with pytest.raises(CheckpointError, match="the disk is gone"):
+            checkpoints.agree()
 
 
 def test_a_write_that_hangs_is_an_error_in_the_end(tmp_path, world, monkeypatch):
