@@ -67,6 +67,10 @@ class BucketReduction(ABC):
         raise NotImplementedError
 
 
+_DONE: Future[Any] = Future()
+_DONE.set_result(None)
+
+
 @final
 class AllReduceMean(BucketReduction):
     """The mean over ranks: gradients are divided first, so that fp16 does not overflow, then summed with the tail."""
@@ -82,9 +86,7 @@ class AllReduceMean(BucketReduction):
             return started(all_reduce_work(payload, group=self._group, pieces=pieces), payload, self._group)
         # A blocking call runs in this thread, which has nothing else to do: that saves two thread switches.
         all_reduce(payload, group=self._group, pieces=pieces)
-        future: Future[Any] = Future()
-        future.set_result(None)
-        return future
+        return _DONE
 
     @override
     def finish(self, bucket: Bucket, future: Pending) -> None:

@@ -11,7 +11,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, NoReturn, cast
 
 import torch
@@ -222,6 +222,8 @@ class Reducer:
         self._hook_dicts: list[dict[int, Any]] = []  # by parameter, these and those of others, as torch keeps them
         self._watched: set[int] = set()  # the parameters whose hook is `_on_gradient`
         self._inbox: list[Tensor] = []  # parameters whose gradients have arrived since `_drain`
+        # What this has found, with the indices, by the id of the first parameter.
+        self._drained: dict[int, tuple[Sequence[Tensor], Sequence[int]]] = {}
         self._may_hook = True
         self._launches_last_early = False
         self._sharers: weakref.WeakSet[Reducer] = weakref.WeakSet()  # reducers of some of the same parameters
@@ -278,7 +280,7 @@ class Reducer:
         """Average the gradients of these parameters from now on, in the order of a plan. Collective with a plan."""
         was_hooked = bool(self._hooks)
         _remove(self._hooks)
-        self._hook_dicts, self._watched, self.weights.has_new = [], set(), False
+        self._hook_dicts, self._watched, self._drained, self.weights.has_new = [], set(), {}, False
         self.bucket_set.number_anew(names)
         self.bucket_set.use_plan(plan, group=self._group)
         self._find_sharers()
@@ -338,11 +340,17 @@ class Reducer:
                 unsettled = index if index == arrived else unsettled
         return unsettled
 
-    def _drain(self) -> list[int]:
+    def _drain(self) -> Sequence[int]:
         """Return the indices of the parameters in the inbox, and empty it."""
         arrived = self._inbox[:]  # threads of other devices may append at any time
         del self._inbox[: len(arrived)]
-        return list(map(self.bucket_set.index_of.__getitem__, map(id, arrived)))
+        if not arrived:
+            return ()
+        before, indices = self._drained.get(id(arrived[0]), ((), ()))
+        if len(arrived) != len(before) or not all(map(is_, arrived, before)):  # most steps are like the one before
+            indices = list(map(self.bucket_set.index_of.__getitem__, map(id, arrived)))
+            self._drained[id(arrived[0])] = arrived, indices
+        return indices
 
     def _rebuild_buckets(self) -> bool:
         return False  # Accelerate and Lightning call it before a forward; ours are rebuilt after the first backward
@@ -596,19 +604,22 @@ class Reducer:
                 self._finish_early(step)
         step.num_awaited = sys.maxsize  # the others wait until the step closes
 
-    def _launch(self, step: Step, bucket: Bucket, *, alone: bool = False) -> None:
+    def _launch(
+        self, step: Step, bucket: Bucket, *, message: Sequence[float] | None = None, alone: bool = False
+    ) -> None:
         """Gather the gradients of the next bucket and start its reduction. Collective: every rank.
 
         Does not block, unless ``alone``: then there is nothing else to do, and it may block until complete.
         """
         step.num_launched += 1
         self._notify(Event.READY, bucket)
-        all_used = bucket.members <= self._used
+        all_used = len(self._used) == len(self.bucket_set.parameters) or bucket.members <= self._used
         if not all_used:
             bucket.check_missing(self._used)
         divisor = self.divisor if self.reduction.sums_payloads else None
         carrier = self.weights.carrier(step.carrier, bucket)
-        scale = self.weights.scale(bucket.spec.parameters, self._used, divisor, carries=carrier is bucket)
+        message = (message or self.weights.message()) if carrier is bucket else None
+        scale = self.weights.scale(bucket.spec.parameters, self._used, divisor, message)
         if self._skip_unused_buckets and bucket.members.isdisjoint(self._used):  # the caller: so it is on all ranks
             return
         step.carrier = carrier
@@ -644,7 +655,7 @@ class Reducer:
                 self.weights.agree_first(self.weights.message())
             message = self.weights.message()
             for bucket in self.bucket_set.buckets[step.num_launched :]:
-                self._launch(step, bucket, alone=bucket.is_last)
+                self._launch(step, bucket, message=message, alone=bucket.is_last)
             self._finish_all(step, message)
             has_new = self.weights.agree_on_new()
             if has_new:
@@ -815,7 +826,7 @@ class Reducer:
             self._notify(Event.WAIT, bucket)
         name = f"exchange/bucket {bucket.position}{' wait' * (bucket.future is not None)}" if ranges.now else ""
         try:
-            with ranges.around(name) if name else nullcontext():
+            with ranges.around(name):
                 return call(bucket, **arguments)
         except ConfigurationError:  # an error of the caller, not of the reduction
             raise
@@ -906,7 +917,7 @@ class Reducer:
         """Discard a step that has failed; block until no reduction writes into its buckets any more."""
         step = self._step
         assert step is not None
-        self._used.update(step.arrived + self._drain())  # the gradients stay
+        self._used.update(step.arrived, self._drain())  # the gradients stay
         self._drop_step()
         for bucket in step.in_flight[step.num_finished :]:
             if bucket.future is not None:

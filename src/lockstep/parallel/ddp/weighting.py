@@ -509,7 +509,7 @@ class Weights:
         return self.encode(window.total / self._typical, is_weighed=window.is_weighed, is_missing=is_missing, **state)
 
     def scale(
-        self, indices: Sequence[int], used: Set[int], divisor: float | None, *, carries: bool = True
+        self, indices: Sequence[int], used: Set[int], divisor: float | None, message: Sequence[float] | None
     ) -> GradientScale:
         """Prepare the gradients of a bucket for gathering, and return their factors.
 
@@ -517,15 +517,15 @@ class Weights:
             indices: The bucket's parameters.
             used: The parameters that received a gradient since the last step.
             divisor: Divides gradients if there are no weights; None: the hook divides them.
-            carries: Whether this bucket's tail may be read.
+            message: The end of the tail; None: the tail of this bucket is not read.
         """
         window = self.window
         if window is None or not window.is_weighed:
             factor = 1.0 if divisor is None else 1.0 / divisor
-            return GradientScale(factor, factor, self.message() if carries else None)
+            return GradientScale(factor, factor, message)
         window.end(indices, used)
         scale = self._typical * (1 if divisor is None else self._world_size)
-        return GradientScale(window.unit / scale, window.total / scale, self.message() if carries else None)
+        return GradientScale(window.unit / scale, window.total / scale, message)
 
     # --- the sum over the ranks -------------------------------------------------------------------------------------
 

@@ -61,7 +61,7 @@ def correction(each, *buckets):
 
 
 def scale(each, used, divisor):
-    factor, unused_factor, message = each.scale([0], used, divisor)
+    factor, unused_factor, message = each.scale([0], used, divisor, each.message())
     return factor, unused_factor, message
 
 
@@ -69,9 +69,9 @@ def test_without_weights_gradients_are_divided_by_the_divisor_or_left_to_the_hoo
     each = Weights(Group(), CPU)
     each.num_updates = 1
     message = (0.0, 0.0, 0.0, 80.0, 0.0, *NO_DIGESTS)  # rank 1 gave none, and made one update
-    assert each.scale([0], {0}, 3.0) == GradientScale(1 / 3, 1 / 3, message)
-    assert each.scale([0], {0}, None) == GradientScale(1.0, 1.0, message)
-    assert each.scale([0], {0}, None, carries=False) == GradientScale(1.0, 1.0)
+    assert each.scale([0], {0}, 3.0, each.message()) == GradientScale(1 / 3, 1 / 3, message)
+    assert each.scale([0], {0}, None, each.message()) == GradientScale(1.0, 1.0, message)
+    assert each.scale([0], {0}, None, None) == GradientScale(1.0, 1.0)
 
 
 def test_gradients_leave_with_the_latest_weight_over_the_typical_one():
