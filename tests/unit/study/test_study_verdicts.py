@@ -53,12 +53,12 @@ def starting_with(texts, *starts):
 
 # --- compare ----------------------------------------------------------------------------------------------------------
 
-OTHERS = ("torch-dp", "dp", "torch-ddp", "ddp", "ddp-zero1")
+OTHERS = ("torch-dp", "dp", "torch-ddp", "ddp", "ddp-zero1", "ddp-local-bn")
 
 
 def random_comparison(chance):
     """Return a comparison: often near the bounds, with ties, noise, waits for a core, and losses that differ."""
-    names = sorted(chance.sample(OTHERS, chance.randint(1, 5)), key=OTHERS.index)
+    names = sorted(chance.sample(OTHERS, chance.randint(1, 6)), key=OTHERS.index)
     spread = chance.choice((0.0, 0.003, 0.02, 0.3))
     num_rounds = chance.choice((4, 5, 9, 9))
 
@@ -132,9 +132,13 @@ def test_no_sentence_of_compare_contradicts_a_row(chance):
     norms = starting_with(texts, "Batch norms of")
     assert bool(norms) == bool(found.setup.norms_apart)
     ahead, _, behind = norms.partition(" normalise ")
-    named = set(re.findall(r"(?:torch-)?d[a-z0-9-]*p(?:-zero1)?", ahead))
+    named = set(re.findall(r"(?:torch-)?d[a-z0-9-]*p(?:-zero1|-local-bn)?", ahead))
     assert named == set(found.setup.norms_apart)
     assert ("--no-sync-batchnorm" in behind) == (0 < len(named) < len(gains))
+    cost = re.search(r"With them, ddp has ([\d.]+)x the speed of ddp-local-bn", behind)
+    has_both = "--no-sync-batchnorm" in behind and {"ddp", "ddp-local-bn"} <= gains.keys() and "ddp" not in named
+    assert bool(cost) == has_both
+    assert not cost or float(cost[1]) == pytest.approx(gains["ddp"][0] / gains["ddp-local-bn"][0], abs=0.02)
 
 
 def check_efficiency(text, gains, few):

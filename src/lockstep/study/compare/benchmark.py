@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import psutil
 import torch
@@ -26,7 +26,7 @@ from lockstep.comm.world import World
 from lockstep.data.loader import LoadOptions
 from lockstep.errors import ConfigurationError
 from lockstep.study.common import check_numbers, load, log, measure_busy_cores, peak_bytes, reset_peak, run_ranks
-from lockstep.study.compare.comparison import SINGLE, Candidate, Comparison, Measurement, Setup, judge
+from lockstep.study.compare.comparison import LOCAL_BN, SINGLE, Candidate, Comparison, Measurement, Setup, judge
 from lockstep.telemetry.cost import Price
 from lockstep.telemetry.resources import UsageMeter
 from lockstep.telemetry.step_times import combine
@@ -38,8 +38,8 @@ from lockstep.train.trainer import StepRecord, Trainer
 # The default candidates, in the order of the table.
 STRATEGIES: tuple[StrategyName, ...] = ("single", "torch-dp", "dp", "torch-ddp", "ddp")
 
-# One only takes part if it is named.
-POSSIBLE: tuple[StrategyName, ...] = (*STRATEGIES, "ddp-zero1")
+# Two only take part if they are named. The last is ddp with batch norms that normalise on each device apart.
+POSSIBLE = (*STRATEGIES, "ddp-zero1", LOCAL_BN)
 
 T = TypeVar("T")
 
@@ -82,7 +82,7 @@ def compare(
     Args:
         task: A task, or where to find it: ``FILE.py`` or ``FILE.py:NAME``.
         devices: Devices for all strategies except ``single``.
-        strategies: The strategies that take part.
+        strategies: The strategies that take part; ``ddp-local-bn`` is ``ddp`` with ``sync_batchnorm=False``.
         steps: Steps of a turn; None: as many as the fastest needs for about half a second.
         rounds: Number of rounds.
         warmup: Steps of each strategy before the first round.
@@ -121,7 +121,12 @@ def compare(
         precision=settings.precision,
         price=Price.read(price),
     )
-    benchmark = Benchmark(task, {name: (name, settings) for name in taking_part}, setup, quiet)
+    arms: dict[str, tuple[StrategyName, Settings]] = {
+        name: (cast(StrategyName, name), settings) for name in taking_part
+    }
+    if LOCAL_BN in arms:
+        arms[LOCAL_BN] = "ddp", replace(settings, sync_batchnorm=False)
+    benchmark = Benchmark(task, arms, setup, quiet)
     by_rank = run_ranks(run_benchmark, benchmark, devices=devices)
     setup, _, losses = by_rank[0]
     benchmark = replace(benchmark, setup=setup)
@@ -133,7 +138,9 @@ def compare(
         if memory:
             benchmark.log(f"measuring the peak memory of {name} in fresh processes")
             # In a shared process, the memory of the candidates would add up.
-            by_process = run_ranks(measure_peak, benchmark, name, devices=devices if name in PER_PROCESS else 1)
+            by_process = run_ranks(
+                measure_peak, benchmark, name, devices=devices if arms[name][0] in PER_PROCESS else 1
+            )
             peaks = tuple(itertools.chain(*by_process))
         single, turns = contenders[0] if contenders else None, merge([turns[name] for _, turns, _ in by_rank])
         contenders.append(Candidate(name, num_threads, turns, tuple(losses[name]), peaks, single, devices))
@@ -141,7 +148,7 @@ def compare(
     return replace(comparison, verdict=judge(comparison))
 
 
-def choose(strategies: Sequence[str], *, cuda: bool) -> tuple[tuple[StrategyName, ...], tuple[dict[str, str], ...]]:
+def choose(strategies: Sequence[str], *, cuda: bool) -> tuple[tuple[str, ...], tuple[dict[str, str], ...]]:
     """Return the strategies that take part, with ``single`` always first, and the strategies that cannot.
 
     Raises:
@@ -454,7 +461,7 @@ def split_layers(model: torch.nn.Module) -> tuple[str, ...]:
     return tuple(sorted(kinds))
 
 
-def measure_peak(benchmark: Benchmark, name: StrategyName, world: World) -> list[int]:
+def measure_peak(benchmark: Benchmark, name: str, world: World) -> list[int]:
     """Train some steps and return this process's peak: by CUDA device, or one figure for a process on the CPU.
 
     On CUDA the peak of the bytes of tensors; on the CPU the growth of resident memory since the task's file was loaded:
@@ -462,7 +469,7 @@ def measure_peak(benchmark: Benchmark, name: StrategyName, world: World) -> list
 
     Collective for ``ddp`` and ``torch-ddp``: every rank.
     """
-    torch.set_num_threads(benchmark.threads(name))
+    torch.set_num_threads(benchmark.threads(benchmark.arms[name][0]))
     benchmark = replace(benchmark, task=load(benchmark.task))
     reset_peak()  # the memory and the peak of importing libraries do not count
     before_bytes = psutil.Process().memory_info().rss

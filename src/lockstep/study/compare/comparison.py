@@ -21,6 +21,8 @@ from lockstep.telemetry.step_times import StepTimes, combine
 # The candidate that all others are compared with.
 SINGLE = "single"
 
+LOCAL_BN = "ddp-local-bn"
+
 
 @dataclass(frozen=True)
 class Measurement:
@@ -313,7 +315,7 @@ FIRST_LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 5e-3}
 LAST_LOSS_TOLERANCE = 1e-2
 
 # Which of several that tie: fewest devices first, then what also scales beyond one machine.
-PREFERENCE = (SINGLE, "ddp", "ddp-zero1", "dp", "torch-ddp", "torch-dp")
+PREFERENCE = (SINGLE, "ddp", "ddp-zero1", LOCAL_BN, "dp", "torch-ddp", "torch-dp")
 
 
 def to_record(comparison: Comparison, provenance: Provenance) -> dict[str, Any]:
@@ -495,9 +497,14 @@ def _batch_norms(comparison: Comparison) -> list[str]:
         return []
     text = f"Batch norms of {_and(apart)} normalise over the samples of each device apart"
     if whole := [name for name in names if name not in apart]:
+        local, ddp = comparison.find(LOCAL_BN), comparison.find("ddp")
+        cost = f"What they take: --strategies ddp,{LOCAL_BN}."
+        if local and ddp and "ddp" in whole:
+            ratio = ddp.speed_over(local)
+            cost = f"With them, ddp has {ratio.median:.2f}x the speed of {LOCAL_BN} {_range(ratio)}."
         return [
             f"{text}, those of {_and(whole)} over all devices, as on one, which takes exchanges: the times and losses "
-            "are not of the same run. To compare alike: --no-sync-batchnorm, or Settings(sync_batchnorm=False)."
+            "are not of the same run. To compare alike: --no-sync-batchnorm, or Settings(sync_batchnorm=False). " + cost
         ]
     return [f"{text}, those of single over the whole batch: its losses are of another run."]
 

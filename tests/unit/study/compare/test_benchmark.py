@@ -75,7 +75,7 @@ def refused(tmp_path, monkeypatch, capsys):
         (["mine.py", "--devices", "0"], "devices=0 is not allowed.\nGive a whole number of at least 1."),
         (
             ["mine.py", "--strategies", "ddp,fsdp"],
-            "There is no strategy 'fsdp'.\nChoose from: single, torch-dp, dp, torch-ddp, ddp, ddp-zero1.",
+            "There is no strategy 'fsdp'.\nChoose from: single, torch-dp, dp, torch-ddp, ddp, ddp-zero1, ddp-local-bn.",
         ),
         (["mine.py", "--rounds", "0"], "rounds=0 is not allowed.\nGive a whole number of at least 1."),
         (["mine.py", "--steps", "0"], "steps=0 is not allowed.\nGive a whole number of at least 1."),
