@@ -56,7 +56,7 @@ def digits(root: Path) -> None:
     folder = root.parent / "data" / "MNIST" / "raw"
     folder.mkdir(parents=True, exist_ok=True)
     noise = np.random.default_rng(0)
-    for name, count in (("train", 64), ("t10k", 16)):
+    for name, count in (("train", 64), ("t10k", 32)):
         pixels = noise.integers(0, 256, (count, 28, 28), dtype=np.uint8).tobytes()
         labels = (np.arange(count) % 10).astype(np.uint8).tobytes()
         for kind, head, body in (

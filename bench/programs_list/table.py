@@ -280,7 +280,8 @@ PROGRAMS = (
     Program(
         "torchtnt: mnist", "pytorch/tnt", "b83990d2e1c32ea78e49f5d464516abc26db1848", "examples/mnist/main.py",
         "--batch-size 4 --max-epochs 1 --max-train-steps-per-epoch 16", data.digits, "examples/mnist",
-        packages=(*VISION, "torcheval", "pyre_extensions", "typing_inspect", "tabulate"), paths=("examples", "torchtnt"),
+        packages=(*VISION, "torcheval", "pyre_extensions", "typing_inspect", "tabulate", "lazy-importer"),
+        paths=("examples", "torchtnt"),
         edits=(
             ("torchtnt/utils/version.py", "import pkg_resources\n", ""),
         ),
