@@ -40,7 +40,7 @@ GRACE_S = 10.0
 READY = "ready"
 """Waits for its first call."""
 IDLE = "idle"
-"""Has torn its process group down and waits for the next call."""
+"""Has torn its process group down, apart from sockets that nobody uses, and waits for the next call."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -29,6 +30,9 @@ from tests.pool import IDLE, READY, Call, Reply
 
 PR_SET_PDEATHSIG = 1
 NUM_THREADS = torch.get_num_threads()
+closing = threading.Thread(target=list)
+"""Closes the sockets of the last call, which takes Gloo 10 ms for each other rank: while the next one connects."""
+closing.start()
 num_modules = 0
 """Of this process, when objects were last left out of collections."""
 
@@ -46,6 +50,7 @@ def run(call: Call) -> Reply:
         with warnings.catch_warnings():
             warnings.simplefilter(call.warnings)
             connect(call)
+            closing.join()
             fn, args = cloudpickle.loads(call.payload)
             device = f"sim:{call.rank}" if hasattr(torch, "sim") else "cpu"
             result = fn(world.World.from_group(device=device), *args)
@@ -106,12 +111,15 @@ def pickle_error(error: BaseException) -> bytes:
     return payload
 
 
-def tear_down() -> None:
+def tear_down(failed: bool) -> None:
     """Leave no group and no socket, so that ranks that still wait for this one learn at once that it is gone.
+
+    If the call has not failed, nobody waits, and a thread closes the sockets.
 
     Gloo's destructor waits for threads that may wait for the interpreter's lock. Called from Python it lets go of that;
     called from the destructor of torch's reducer it does not, so that must not have the last reference.
     """
+    global closing
     backends = []
     for group in dist.distributed_c10d._world.pg_map:
         with contextlib.suppress(RuntimeError):  # a group without a backend for the CPU
@@ -123,7 +131,10 @@ def tear_down() -> None:
     dist.distributed_c10d._world.group_count = 0
     # Gloo closes its sockets when nothing refers to the group any more, and only then.
     gc.collect()
-    backends.clear()
+    closing = threading.Thread(target=backends.clear, daemon=True)
+    closing.start()
+    if failed:
+        closing.join()
     leave_out_imports()
     # What was prepared is not the next call's, even if something still refers to it.
     if passes := sys.modules.get("lockstep.loop.passes"):
@@ -148,8 +159,9 @@ def work(connection: Connection) -> None:
             call = connection.recv()
         except EOFError:
             return
-        connection.send(run(call))
-        tear_down()
+        reply = run(call)
+        connection.send(reply)
+        tear_down(reply.failed)
         connection.send(IDLE)
 
 
