@@ -40,7 +40,7 @@ GRACE_S = 10.0
 READY = "ready"
 """Waits for its first call."""
 IDLE = "idle"
-"""Has torn its process group down and waits for the next call."""
+"""Has torn its process group down, apart from sockets that nobody uses, and waits for the next call."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,10 @@ class Call:
     payload: bytes
     rank: int
     world_size: int
-    store_path: str
+    port: int
+    """Of the store where the ranks meet."""
+    prefix: str
+    """Of the names that this call has there."""
     group_timeout_s: float
     warnings: str
 
@@ -237,6 +240,7 @@ class Pool:
         self._folder = tempfile.TemporaryDirectory(prefix="lockstep-tests-")
         self._workers: list[Worker] = []
         self._num_calls = 0
+        self._store: Any = None
 
     def ranks(self, num_ranks: int, *, warnings: str = "error") -> "Ranks":
         """Return what runs functions on ``num_ranks`` ranks; ``warnings`` is the action of their warning filter."""
@@ -257,10 +261,17 @@ class Pool:
             worker.await_start(deadline)
         return self._workers[:num_ranks]
 
-    def new_store_path(self) -> str:
-        """Return where a process group's ranks can meet: a file that does not exist yet."""
+    def meeting(self) -> tuple[int, str]:
+        """Return where a process group's ranks can meet: the port of a store, and a prefix of their own.
+
+        Not in a file, as ranks that wait for others read it every 10 ms only.
+        """
+        if self._store is None:
+            from torch.distributed import TCPStore  # not at once: the session may use no ranks
+
+            self._store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         self._num_calls += 1
-        return str(Path(self._folder.name) / f"store{self._num_calls}")
+        return self._store.port, f"call{self._num_calls}"
 
     def kill(self) -> None:
         """End all workers; the next call starts fresh ones."""
@@ -313,11 +324,11 @@ class Ranks:
         payload = cloudpickle.dumps((fn, args))
         try:
             workers = self._pool.ready_workers(self._num_ranks)
-            store_path = self._pool.new_store_path()
+            meeting = self._pool.meeting()
             for rank, worker in enumerate(workers):
                 worker.mark_log()
                 # Half the time, so that a collective that waits in vain says so before the pool gives up.
-                call = Call(payload, rank, self._num_ranks, store_path, timeout_s / 2, self._warnings)
+                call = Call(payload, rank, self._num_ranks, *meeting, timeout_s / 2, self._warnings)
                 worker.connection.send(call)
             return Gathering(workers, timeout_s, patient=patient).all()
         except BaseException:

@@ -3,16 +3,19 @@
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import gc
 import os
 import random
 import signal
 import sys
+import threading
 import time
 import traceback
 import warnings
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from unittest import mock
 
 import cloudpickle
 import torch
@@ -27,6 +30,9 @@ from tests.pool import IDLE, READY, Call, Reply
 
 PR_SET_PDEATHSIG = 1
 NUM_THREADS = torch.get_num_threads()
+closing = threading.Thread(target=list)
+"""Closes the sockets of the last call, which takes Gloo 10 ms for each other rank: while the next one connects."""
+closing.start()
 num_modules = 0
 """Of this process, when objects were last left out of collections."""
 
@@ -44,6 +50,7 @@ def run(call: Call) -> Reply:
         with warnings.catch_warnings():
             warnings.simplefilter(call.warnings)
             connect(call)
+            closing.join()
             fn, args = cloudpickle.loads(call.payload)
             device = f"sim:{call.rank}" if hasattr(torch, "sim") else "cpu"
             result = fn(world.World.from_group(device=device), *args)
@@ -53,15 +60,43 @@ def run(call: Call) -> Reply:
     except BaseException as error:
         ended_at = time.monotonic()
         trace = traceback.format_exc()
+        client.cache_clear()  # a thread that goes on may wait in it
         return Reply(True, pickle_error(error), trace, ended_at)
+
+
+@functools.cache
+def client(port: int) -> dist.TCPStore:
+    """Return a connection to the store of the pool; to connect takes longer than what a call asks of it."""
+    return dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
+
+
+class OnOneDevice(dist.ProcessGroupGloo):
+    """Shares the device of Gloo, a thread, with the groups of other calls: the end of the thread takes 10 ms."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        options = dist.ProcessGroupGloo._Options()
+        options._devices, options._threads, options._timeout = [device()], 2, timeout  # 2: as otherwise
+        super().__init__(store, rank, size, options)
+
+
+@functools.cache
+def device() -> dist.ProcessGroupGloo.Device:
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    return (
+        dist.ProcessGroupGloo.create_device(interface=interface)
+        if interface
+        else dist.ProcessGroupGloo.create_default_device()
+    )
 
 
 def connect(call: Call) -> None:
     """Make the default process group and wait until all ranks have it: who leaves earlier breaks that of the others."""
     timeout = timedelta(seconds=call.group_timeout_s)
-    store = dist.FileStore(call.store_path, call.world_size)
+    store = dist.PrefixStore(call.prefix, client(call.port))
+    store.set_timeout(timeout)
     backend = "cpu:gloo,sim:simccl" if hasattr(torch, "sim") else "gloo"
-    dist.init_process_group(backend, store=store, rank=call.rank, world_size=call.world_size, timeout=timeout)
+    with mock.patch.object(dist.distributed_c10d, "ProcessGroupGloo", OnOneDevice):
+        dist.init_process_group(backend, store=store, rank=call.rank, world_size=call.world_size, timeout=timeout)
     store.set(f"connected/{call.rank}", "")
     store.wait([f"connected/{rank}" for rank in range(call.world_size)], timeout)
 
@@ -76,12 +111,15 @@ def pickle_error(error: BaseException) -> bytes:
     return payload
 
 
-def tear_down() -> None:
+def tear_down(failed: bool) -> None:
     """Leave no group and no socket, so that ranks that still wait for this one learn at once that it is gone.
+
+    If the call has not failed, nobody waits, and a thread closes the sockets.
 
     Gloo's destructor waits for threads that may wait for the interpreter's lock. Called from Python it lets go of that;
     called from the destructor of torch's reducer it does not, so that must not have the last reference.
     """
+    global closing
     backends = []
     for group in dist.distributed_c10d._world.pg_map:
         with contextlib.suppress(RuntimeError):  # a group without a backend for the CPU
@@ -93,7 +131,10 @@ def tear_down() -> None:
     dist.distributed_c10d._world.group_count = 0
     # Gloo closes its sockets when nothing refers to the group any more, and only then.
     gc.collect()
-    backends.clear()
+    closing = threading.Thread(target=backends.clear, daemon=True)
+    closing.start()
+    if failed:
+        closing.join()
     leave_out_imports()
     # What was prepared is not the next call's, even if something still refers to it.
     if passes := sys.modules.get("lockstep.loop.passes"):
@@ -118,8 +159,9 @@ def work(connection: Connection) -> None:
             call = connection.recv()
         except EOFError:
             return
-        connection.send(run(call))
-        tear_down()
+        reply = run(call)
+        connection.send(reply)
+        tear_down(reply.failed)
         connection.send(IDLE)
 
 

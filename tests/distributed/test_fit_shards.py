@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import threading
 
 import pytest
 import torch
@@ -93,6 +94,9 @@ def test_each_rank_reads_only_its_part(ranks, tmp_path, workers):
             # In the last window of a lane, the next epoch is fetched ahead.
             return train(world, "ddp", tmp_path, "counted", {"workers": workers, "prefetch": 1}, 8)[0]
         finally:
+            for thread in threading.enumerate():
+                if thread.name == shards._AHEAD:
+                    thread.join()  # with another size it would read other pieces
             shards._PIECE_BYTES = 8 << 20
             del os.environ["RANK"]
 

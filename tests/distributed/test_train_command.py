@@ -180,6 +180,8 @@ def test_launched_functions_train_together_and_return_what_came_of_it():
 def test_a_loader_process_that_was_stopped_does_not_keep_a_run_without_a_launcher_from_ending(tmp_path):
     stop = "os.kill(multiprocessing.active_children()[0].pid, signal.SIGSTOP)"
     with (tmp_path / "mine.py").open("a") as file:
+        # torch waits so long for a loader process to end, twice.
+        file.write("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5\n")
         file.write(f"import multiprocessing, os, signal\nheld = make(after=lambda model: {stop})\n")
     train = ["train", "mine.py:held", "--strategy", "single", "--steps", "2", "--workers", "1"]
     done = commands.lockstep(*train, timeout=40)

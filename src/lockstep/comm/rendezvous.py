@@ -107,7 +107,7 @@ def _host(env: RankEnv, address: Address, timeout_s: float) -> Store:
 
 
 def _connect(env: RankEnv, address: Address, timeout_s: float, *, host: str) -> Store:
-    deadline = time.monotonic() + timeout_s
+    deadline, pause_s = time.monotonic() + timeout_s, _FIRST_PAUSE_S
     while True:
         try:
             # Tried before torch's own client, which logs every attempt.
@@ -127,7 +127,7 @@ def _connect(env: RankEnv, address: Address, timeout_s: float, *, host: str) -> 
                 "Check that it was started, that MASTER_ADDR is an address of its machine, that MASTER_ADDR and "
                 "MASTER_PORT are the same on every rank, and that no firewall blocks it."
             )
-        time.sleep(_RETRY_S)
+        time.sleep(pause_s := min(1.5 * pause_s, _RETRY_S))  # rank 0 often listens a few ms later
 
 
 def _client(address: Address, timeout_s: float) -> Store | None:
