@@ -221,13 +221,14 @@ class Recovery:
                     "A CUDA graph has captured collectives, and NCCL cannot abort what a graph holds: a lost rank "
                     "could not be replaced.\nTrain without a graph, or without Recovery."
                 )
-            self._membership.join(self.step)
             self._counts = [activity.now.num_steps, num_recorded()]
             for snapshot in self._kept:
                 snapshot.keep()
         watching = contextlib.nullcontext() if self._changes is None else self._changes.block(self._before_step)
         try:
             with watching:
+                if self._membership is not None:
+                    self._membership.join(self.step)
                 yield
             if self._changes is not None and self._changes.has_calls and self._world.device.type != "cpu":
                 self.refuse_cut()
@@ -248,9 +249,7 @@ class Recovery:
 
     def _is_of_lost_rank(self, error: Exception) -> bool:
         """Return whether a generation is there that makes up for a lost rank; wait for it if the error tells of one."""
-        if self._membership is None:
-            return False
-        if self._membership.newer() is None and not tells_of_others(error):
+        if self._membership is None or (self._membership.newer() is None and not tells_of_others(error)):
             return False
         return self._membership.await_newer() is not None
 
