@@ -105,9 +105,6 @@ class Membership:
         Collective in the first attempt: every rank. Blocks until all have come to theirs: a rank that is lost before
         the others have reported this would restart them. If ranks train alone between attempts, does not block, and
         reports that this one has come to attempt ``number``.
-
-        Raises:
-            CollectiveError: A rank was lost meanwhile, or did not come in time.
         """
         if self._arrival is not None:
             self._arrival, self._is_apart = replace(self._arrival, number=number), False
@@ -115,7 +112,8 @@ class Membership:
             self._check_newer()
         elif not self._has_announced:
             self._announce()
-            self._world.barrier()
+            with suppress(CollectiveError):  # a rank was lost meanwhile: the attempt fails in its first collective
+                self._world.barrier()
 
     def leave(self) -> None:
         """Leave the groups as they are until the next attempt, if ranks train alone until then."""

@@ -221,14 +221,13 @@ class Recovery:
                     "A CUDA graph has captured collectives, and NCCL cannot abort what a graph holds: a lost rank "
                     "could not be replaced.\nTrain without a graph, or without Recovery."
                 )
+            self._membership.join(self.step)
             self._counts = [activity.now.num_steps, num_recorded()]
             for snapshot in self._kept:
                 snapshot.keep()
         watching = contextlib.nullcontext() if self._changes is None else self._changes.block(self._before_step)
         try:
             with watching:
-                if self._membership is not None:
-                    self._membership.join(self.step)
                 yield
             if self._changes is not None and self._changes.has_calls and self._world.device.type != "cpu":
                 self.refuse_cut()
