@@ -365,6 +365,7 @@ def end_server():
 """
 
 
+@pytest.mark.soak  # it takes two interpreters; test_fork_server.py has a restart of all off another server
 def test_the_process_that_forks_ranks_is_started_again(run_script, tmp_path):
     undisturbed, _ = run_script("shm")
     body = SCRIPT.replace('lose(f"step{step}")', 'step == 3 and world.rank == 0 and end_server(), lose(f"step{step}")')
