@@ -7,6 +7,7 @@ import pytest
 
 from tests.distributed.commands import lockstep as run_lockstep
 from tests.distributed.test_recovery import FAULTS, TASK
+from tests.models import soak
 
 SCRIPT = (
     FAULTS
@@ -93,7 +94,7 @@ def test_without_a_fault_the_bits_are_those_without_recovery(run_script):
     assert run_script("shm") == run_script("shm", restarts=0)
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("backend", ["gloo", *soak(["shm"])])
 def test_a_rank_that_is_lost_between_exchanges_costs_the_others_no_step(run_script, backend):
     weights, sizes, lines = run_script(backend, "step5@0")
     assert len(weights) == 3 and len(set(weights)) == 1

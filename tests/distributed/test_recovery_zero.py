@@ -12,6 +12,7 @@ from lockstep.loop.recovery import check_parts
 from lockstep.train.settings import FitSettings
 from tests.distributed.commands import lockstep as run_lockstep
 from tests.distributed.test_recovery import MODES, TASK
+from tests.models import soak
 
 # A subclass is not known to be element-wise; here its step is one of the places where a rank ends.
 SHARDED = (
@@ -70,7 +71,7 @@ def train(tmp_path, undisturbed_runs):
     return run
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("backend", ["shm", *soak(["gloo"])])
 def test_each_moment_of_a_step_on_two_ranks(train, backend):
     undisturbed, nothing, _ = train(backend=backend)
     assert nothing == []
@@ -87,7 +88,7 @@ def test_the_switch_of_an_optimizer_with_modes_is_undone(train, tmp_path):
     assert len(lines) == 6 and not any("restart" in line for line in lines)
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("backend", ["gloo", *soak(["shm"])])
 def test_each_of_three_ranks(train, backend):
     undisturbed, _, _ = train(ranks=3, backend=backend)
     found, lines, _ = train("backward@2 before3@1 after6@0 before9@2", ranks=3, backend=backend)
@@ -95,21 +96,20 @@ def test_each_of_three_ranks(train, backend):
     assert len(lines) == 8 and not any("restart" in line for line in lines)
 
 
-def test_a_rank_and_the_holder_of_its_copy_are_lost(train):
+def test_the_holder_of_a_copy_is_lost_too_or_a_rank_while_the_state_is_divided_again(train):
     undisturbed, _, _ = train(ranks=3)
-    found, lines, said = train("evaluation@0 evaluation@1", ranks=3)
+    # All ranks restart; then in the evaluation after the first epoch, or the second one, they do so again.
+    found, lines, said = train("backward@1 divided@0 evaluation@0 evaluation@1", ranks=3)
     assert found == undisturbed
-    assert "; restart " in lines[-1]
-    assert f"{LOST}: all ranks restart" in said
+    assert len([line for line in lines if "; restart " in line]) == 2
+    # The others wait for memory of all, and cannot have their parts.
+    assert said.count(f"{LOST}: all ranks restart") >= 2
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_a_rank_is_lost_while_the_state_is_divided_again(train, backend):
-    undisturbed, _, _ = train(ranks=3, backend=backend)
-    found, lines, said = train("backward@1 divided@0", ranks=3, backend=backend)
-    assert found == undisturbed
-    if backend == "shm":  # the others wait for memory of all, and cannot have their parts
-        assert "; restart " in lines[-1] and f"{LOST}: all ranks restart" in said
+@pytest.mark.soak
+def test_over_gloo_a_rank_is_lost_while_the_state_is_divided_again(train):
+    undisturbed, _, _ = train(ranks=3, backend="gloo")
+    assert train("backward@1 divided@0", ranks=3, backend="gloo")[0] == undisturbed
 
 
 def test_a_rank_is_lost_in_the_first_step_after_a_resume(train, tmp_path):
@@ -123,8 +123,8 @@ def test_a_rank_is_lost_in_the_first_step_after_a_resume(train, tmp_path):
 
 
 def test_without_copies_all_ranks_start_again(train):
-    undisturbed, _, said = train(redundancy="0")
-    found, lines, _ = train("backward@1", redundancy="0")
+    undisturbed, _, _ = train()
+    found, lines, said = train("backward@1", redundancy="0")
     assert found == undisturbed
     assert [line.partition(";")[2] for line in lines] == [" restart 1 of 8"]
     assert (

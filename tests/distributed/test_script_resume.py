@@ -101,10 +101,9 @@ def test_every_kind_of_loader_goes_on_on_another_number_of_ranks(ranks, tmp_path
     path = str(tmp_path / "c")
     seen = in_order(ranks(2)(train, path, kind, workers, False, 4, False))
     assert seen == first[: 4 * 2 * BATCH]
-    for num_after in (2, 3):
-        rest, following = zip(*ranks(num_after)(resume, path, kind, 2 - workers, False, False), strict=True)
-        assert seen + in_order(rest) == first
-        assert in_order(following) == second
+    rest, following = zip(*ranks(3)(resume, path, kind, 2 - workers, False, False), strict=True)
+    assert seen + in_order(rest) == first
+    assert in_order(following) == second
 
 
 @pytest.mark.parametrize("kind", ["plain", "stateful"])
@@ -115,10 +114,9 @@ def test_after_the_last_step_when_a_rank_was_dry_all_begin_the_next_epoch(ranks,
     parts = ranks(2)(train, path, kind, workers, False, num_steps, False)
     assert [len(part) for part in parts] == [21, 20]
     assert in_order(parts) == first
-    for num_after in (1, 3):
-        assert in_order(each[0] for each in ranks(num_after)(resume, path, kind, workers, False, False)) == second
-        # A script that sets the epoch is at its end.
-        assert ranks(num_after)(resume, path, kind, workers, False, True)[0][0] == []
+    assert in_order(each[0] for each in ranks(3)(resume, path, kind, workers, False, False)) == second
+    # A script that sets the epoch is at its end.
+    assert ranks(1)(resume, path, kind, workers, False, True)[0][0] == []
 
 
 @pytest.mark.parametrize("num_after", [1, 2, 3])
@@ -374,9 +372,13 @@ def stop_and_go_on(world, path, kind, is_stateful, workers, num_steps, sets_epoc
     return seen + rest, following
 
 
-@pytest.mark.parametrize("num_steps", [1, 4])
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", ["Grouped", "Sorted", "Outer", "OwnState", "Counting"])
+@pytest.mark.parametrize(
+    ("kind", "workers", "num_steps"),
+    [
+        *(("Grouped", 0, 1), ("Grouped", 2, 4), ("Sorted", 0, 4), ("Sorted", 2, 1), ("Outer", 0, 1), ("Outer", 2, 4)),
+        *(("OwnState", 0, 4), ("OwnState", 2, 1), ("Counting", 0, 1), ("Counting", 2, 4)),
+    ],
+)
 def test_what_reads_ahead_goes_on_by_a_state_that_counts_what_was_returned(ranks, tmp_path, kind, workers, num_steps):
     for parts in zip(*ranks(2)(stop_and_go_on, str(tmp_path / "c"), kind, True, workers, num_steps), strict=True):
         assert sorted(chain(*parts)) == list(range(SIZE))

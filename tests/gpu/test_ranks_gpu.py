@@ -10,7 +10,7 @@ import torch
 
 from bench.gpu_tests import TEST_END
 from lockstep.errors import LaunchTimeout, LockstepError
-from tests.distributed.test_recovery import run_task  # noqa: F401 - a fixture
+from tests.distributed.test_recovery import run_task, undisturbed_runs  # noqa: F401 - fixtures
 from tests.distributed.test_scenarios import LOST, SCENARIOS, launch_losing, one_context, resume_on_fewer, run_in_turn
 
 pytestmark = pytest.mark.timeout(600)

@@ -102,7 +102,9 @@ class Membership:
     def join(self, number: int) -> None:
         """Report to the launcher that this process can go on in place from now on, with its first attempt.
 
-        If ranks train alone between attempts, also report that it has come to attempt ``number``.
+        Collective in the first attempt: every rank. Blocks until all have come to theirs: a rank that is lost before
+        the others have reported this would restart them. If ranks train alone between attempts, does not block, and
+        reports that this one has come to attempt ``number``.
         """
         if self._arrival is not None:
             self._arrival, self._is_apart = replace(self._arrival, number=number), False
@@ -110,6 +112,8 @@ class Membership:
             self._check_newer()
         elif not self._has_announced:
             self._announce()
+            with suppress(CollectiveError):  # a rank was lost meanwhile: the attempt fails in its first collective
+                self._world.barrier()
 
     def leave(self) -> None:
         """Leave the groups as they are until the next attempt, if ranks train alone until then."""

@@ -265,7 +265,7 @@ class LogTail:
 
     def _follow(self) -> None:
         while not self._over.is_set():
-            self._selector.select(HOLD_S / 4)  # returns earlier if there is output
+            self._selector.select(HOLD_S / 16)  # returns earlier if there is output; the job's end waits for it
             with self._lock:
                 self._read()
                 if not self._is_mid_line or time.monotonic() - self._last_part_s > _UNFINISHED_S:

@@ -248,9 +248,7 @@ class Recovery:
 
     def _is_of_lost_rank(self, error: Exception) -> bool:
         """Return whether a generation is there that makes up for a lost rank; wait for it if the error tells of one."""
-        if self._membership is None:
-            return False
-        if self._membership.newer() is None and not tells_of_others(error):
+        if self._membership is None or (self._membership.newer() is None and not tells_of_others(error)):
             return False
         return self._membership.await_newer() is not None
 
