@@ -11,6 +11,9 @@ import pytest
 # Before torch, whose libgomp reads it once. Else each thread that has done its part of an operation spins for the next,
 # on cores that other ranks, or the tests of another process, need: several times the processor time of some tests.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# The server of torch's TCPStore asks the DNS for the name of each client, of 127.0.0.1 too, and answers nobody
+# meanwhile. Where no DNS answers, the resolver would wait 5 s, twice, each time.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 from tests import forking, simulated_device
 from tests.pool import Pool, Ranks

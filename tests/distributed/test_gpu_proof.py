@@ -64,6 +64,7 @@ def test_what_is_missing_is_named_at_once(run, monkeypatch, capsys, only):
 def test_a_section_that_is_cut_off_has_failed_and_says_where(run, tmp_path, monkeypatch):
     (tmp_path / "torch.py").write_text("import time\ndef hang(): time.sleep(600)\nhang()\n")  # the section's only
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(gpu_proof, "STACKS_S", 0.5)
     out = tmp_path / "out"
     status, printed, [kept] = run("--device", "cpu", "--only", "waits", "--minutes", "0.05", "--out", str(out))
     section = kept["sections"]["waits"]
@@ -79,7 +80,7 @@ def test_a_section_that_is_cut_off_has_failed_and_says_where(run, tmp_path, monk
     assert (out / "gpu-cpux2-waits.log").read_text().splitlines()[-1] == section["output"][-1]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [*soak([signal.SIGINT]), signal.SIGTERM])  # they have the same handler
 def test_what_was_found_before_a_signal_is_kept(tmp_path, number):
     words = ["--device", "cpu", "--only", "waits", "--minutes", "2", "--out", str(tmp_path)]
     process = subprocess.Popen(
@@ -147,6 +148,8 @@ def test_what_came_through_before_a_job_ends_has_passed(tmp_path, monkeypatch):
 STUCK = """
 import os, subprocess, sys
 import pytest
+from bench import gpu_tests
+gpu_tests.STACKS_S = 2.0
 
 def test_passes(): pass
 
@@ -393,8 +396,8 @@ def test_ranks_that_are_late_are_told_apart(monkeypatch):
 
     with pytest.raises(TimeoutError, match=r"^it did not end within 1 s\n(.*\n)*.*in start_and_stay"):
         gpu_proof.launch_within(1.0, time.time() + 90, 1, start_and_stay)
-    monkeypatch.setattr(gpu_proof, "START_S", 3.0)
-    with pytest.raises(gpu_proof.NotStarted, match=r"^the ranks had not started within 3 s\n"):
+    monkeypatch.setattr(gpu_proof, "START_S", 1.0)
+    with pytest.raises(gpu_proof.NotStarted, match=r"^the ranks had not started within 1 s\n"):
         gpu_proof.launch_within(1.0, time.time() + 90, 1, time.sleep, 90)
 
 

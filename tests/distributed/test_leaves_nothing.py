@@ -200,10 +200,18 @@ def test_a_rank_that_ignores_sigterm_is_not_waited_for_long(tmp_path):
         "if os.environ['RANK'] == '1': print(time.monotonic()); os.kill(os.getpid(), signal.SIGKILL)\n"
         "time.sleep(100)\n"
     )
-    done = commands.lockstep("run", "--devices", "2", str(tmp_path / "train.py"))
-    assert time.monotonic() - float(done.out.removeprefix("[rank 1] ")) < 20  # torch elastic waits for 30
-    assert "lockstep: Rank 1 was killed by SIGKILL" in done.err
-    assert re.search(r"\nrank 0 \(PID \d+\): stopped by the launcher\n$", done.err)
+    (tmp_path / "launcher.py").write_text(
+        "import sys\n"
+        "from lockstep.cli import main\n"
+        "from lockstep.launcher import failure_report\n"
+        "failure_report.SIGTERM_S = 1\n"
+        "sys.exit(main(['run', '--devices', '2', sys.argv[1]]))\n"
+    )
+    words = [sys.executable, str(tmp_path / "launcher.py"), str(tmp_path / "train.py")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    assert time.monotonic() - float(done.stdout.removeprefix("[rank 1] ")) < 20  # torch elastic waits for 30
+    assert "lockstep: Rank 1 was killed by SIGKILL" in done.stderr
+    assert re.search(r"\nrank 0 \(PID \d+\): stopped by the launcher\n$", done.stderr)
 
 
 def test_a_second_ctrl_c_does_not_wait_for_stubborn_ranks(job):

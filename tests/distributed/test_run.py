@@ -49,8 +49,8 @@ def test_a_script_sees_what_it_sees_under_torchrun(script, tmp_path):
     path = script(LOOK)
     ours = lockstep("run", path, "--devices", "2", str(tmp_path / "ours"), "--lr", "0.1")
     assert (ours.code, ours.out) == (0, "")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", path]
-    command = [*torchrun, str(tmp_path / "theirs"), "--lr", "0.1"]
+    torchrun = script("from torch.distributed.run import main; main()", "torchrun.py")  # a script is forked
+    command = [sys.executable, torchrun, "--nproc-per-node", "2", path, str(tmp_path / "theirs"), "--lr", "0.1"]
     subprocess.run(command, check=True, capture_output=True, timeout=100)
     # The address is a number, as names need not resolve; the rest differs from run to run. Some signals are ours.
     volatile = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "OMP_NUM_THREADS"}
@@ -226,10 +226,10 @@ def join():
 if how == "joins first": join()
 model = torch.nn.Linear(2, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(90 if how == "joins late" else 200):
+for step in range(90 if how == "joins late" else 110):
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    time.sleep(0.015)
+time.sleep(0 if how == "fails" else 1.1)  # two heartbeats: one may come before the last step
 if how == "joins late": join()
 if how == "fails": raise ValueError("boom")
 sys.exit(0)
@@ -273,6 +273,8 @@ def test_a_failed_rank_does_not_wait_for_its_peers_to_leave(script):
     # As Gloo's destructor, which waits for the collective that the peer never joins: the job would hang.
     path = script(
         "import os, time\n"
+        "from lockstep.launcher import bootstrap\n"
+        "bootstrap._FREE_S = 1.0\n"
         "class Group:\n"
         "    def __del__(self, sleep=time.sleep): sleep(90)\n"
         "group = Group()\n"

@@ -33,9 +33,9 @@ WRONG = {
     "closure_polyak_local_loss": (Cause.UPDATE, "0.weight differs between the ranks after the update of step 0"),
     "endless_random_sampler_same": (Cause.SAMPLER, "All ranks .* same samples: 12 in the first .* one process has 24"),
     "accumulation_last_window": (Cause.WEIGHTING, "one process accumulates 3 micro-batches, and a rank 2"),
-    "windows_seeded_by_rank": (Cause.DATA, "do not train on what one process trains on"),
 }
 OTHERS_WRONG = {
+    "windows_seeded_by_rank": (Cause.DATA, "do not train on what one process trains on"),
     "grads_summed": (Cause.SCALED, "gradients are 2 times those of one process, and losses 1 times"),
     "sum_reduction": (Cause.SCALED, "ends in BinaryCrossEntropyWithLogits sum <"),
     "prepared_buffer_on_rank_zero": (Cause.BUFFERS, "prior is not that of one process at step 1"),
@@ -74,9 +74,9 @@ OTHERS_WRONG = {
 # What a script fails with on two ranks, which names its error.
 FAILS = {
     "prepared_private_sampler": "The ranks have read different data",
-    "prepared_early_stop_local": "Rank 0 ended normally after 4 optimizer steps while rank 1 was still training",
 }
 OTHERS_FAIL = {
+    "prepared_early_stop_local": "Rank 0 ended normally after 4 optimizer steps while rank 1 was still training",
     "prepared_scale_outside": "in group 1, that is in no prepared model",
     "prepared_split_seeded_by_rank": "gave different samples on rank 1 than on rank 0",
     "prepared_shuffled_listing": "gave different samples on rank 1 than on rank 0",
@@ -88,21 +88,21 @@ OTHERS_FAIL = {
 # By design, some of the scripts without an error do not give the same run.
 SOUND = {
     "plain_ddp": (),
-    "sync_batchnorm": (),
-    "wrapped_inside": (),
     "dropout_seeded_by_rank": ("dropout masks",),
     "local_batchnorm": ("batch norm statistics",),
     "gan_two_optimizers": (),
-    "resumes_by_itself": (),
     "prepared_readme": (),
-    "prepared_accumulation": (),
-    "prepared_closure": (),
     "prepared_stream": (),
-    "prepared_token_mean": (),
     "prepared_uneven_last_batch": (),
-    "zero_grad_forgotten": (),
 }
 OTHERS_SOUND = {
+    "sync_batchnorm": (),
+    "wrapped_inside": (),
+    "resumes_by_itself": (),
+    "prepared_accumulation": (),
+    "prepared_closure": (),
+    "prepared_token_mean": (),
+    "zero_grad_forgotten": (),
     "prepared_look_ahead": (),
     "prepared_reseeds_each_epoch": (),
     "prepared_two_models": (),

@@ -27,7 +27,7 @@ mode, calls = sys.argv[1], []
 def pause():
     calls.append(1)
     if len(calls) == 2:
-        device.set_patience(0.2)  # not before: one rank may start later than the other
+        device.set_patience(0.05)  # not before: one rank may start later than the other
     if os.environ["RANK"] == "1" and len(calls) == 4:
         if mode == "stopped": time.sleep(1.2); os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(90)

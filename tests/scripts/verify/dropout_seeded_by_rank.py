@@ -45,9 +45,9 @@ class Experiment:
         torch.manual_seed(SEED)
         self.model = DistributedDataParallel(WaveNet())
         torch.manual_seed(SEED + self.rank)
-        self.train_set, self.test_set = NoisyWaves(512, 0.3), NoisyWaves(200, 0.0)
+        self.train_set, self.test_set = NoisyWaves(256, 0.3), NoisyWaves(100, 0.0)
         self.sampler = DistributedSampler(self.train_set, seed=SEED)
-        self.loader = DataLoader(self.train_set, batch_size=64 // self.world, sampler=self.sampler)
+        self.loader = DataLoader(self.train_set, batch_size=32 // self.world, sampler=self.sampler)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
 
     def fit(self, epochs):
