@@ -335,8 +335,9 @@ class ShardOrder:
         for lane in np.flatnonzero(lane_sizes).tolist():
             first, skipped = divmod(number * int(full[lane]), self.window)
             stop = skipped + int(lane_sizes[lane])
-            windows = range(first, first - -stop // self.window)
-            parts += [np.concatenate([_window(self, epoch, lane, index) for index in windows])[skipped:stop]]
+            for index in range(-(-stop // self.window)):
+                before = index * self.window
+                parts += [_window(self, epoch, lane, first + index)[max(skipped - before, 0) : stop - before]]
         return torch.from_numpy(self.indices(epoch, np.concatenate(parts)))
 
     def indices(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
