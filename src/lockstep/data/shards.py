@@ -262,8 +262,7 @@ class _Parquet:
     def read(self, place: _Place, path: str) -> dict[str, Any]:
         reader, rows, names = _open_row_group(path)
         number, row = divmod(place.offset - place.piece.start, rows)
-        values = [column[row].as_py() for column in reader.get_batch(number).columns]
-        return dict(zip(names, values, strict=True))
+        return {name: column[row].as_py() for name, column in zip(names, reader.get_batch(number).columns, strict=True)}
 
 
 # Opening takes ten times as long as reading a row. Row groups of all lanes of a rank are in use at once.
@@ -392,10 +391,11 @@ class _PieceCache:
         """
         path = f"{self._folder}/{name}"
         while True:
-            with contextlib.suppress(FileNotFoundError):  # also if it was removed after it was fetched
+            try:
                 _touch(path)
                 return read(path)
-            self.fetch(name, fetch)
+            except FileNotFoundError:  # also if it was removed after it was fetched
+                self.fetch(name, fetch)
 
     def fetch(self, name: str, fetch: Callable[[Path], None], *, waits: bool = True) -> None:
         """Fetch a file if it is absent; without ``waits``, not if another process or thread fetches it."""
@@ -589,11 +589,10 @@ class ShardedDataset(Dataset[Any]):
         columns = numbers, indices - begins, self._index.ends[numbers - 1] * (numbers > 0), stops, lanes, firsts, lasts
         store = _store_of(self._url, os.getpid())
         for number, offset, start, stop, lane, first, last in np.stack(columns, 1).tolist():
-            bounds, piece = self._index.bounds[start:stop], range(offset, offset + 1)
-            if not self._is_direct:
-                piece = self._format.piece(bounds, offset)
-                if self._format.has_bytes:
-                    piece = range(max(first, piece.start), min(last, piece.stop))
+            bounds = self._index.bounds[start:stop]
+            piece = range(offset, offset + 1) if self._is_direct else self._format.piece(bounds, offset)
+            if self._format.has_bytes:
+                piece = range(max(first, piece.start), min(last, piece.stop))
             name = f"{self._version}-{number}-{piece.start}-{piece.stop}"
             window = lane, (offset - first) // self._window
             yield _Place(store, str(self._paths[number]), bounds, offset, piece, name, window)
