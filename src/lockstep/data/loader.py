@@ -29,6 +29,7 @@ from lockstep.base.containers import map_tensors
 from lockstep.base.env import check_socket_folder
 from lockstep.base.rank_files import EARLY_SIGNALS
 from lockstep.data.order import BatchSplit, GlobalOrder, Purpose, SampleSeeds, ShardOrder, mix, seed_cpu
+from lockstep.data.shards import ShardedDataset
 from lockstep.data.tokens import TokenFiles
 from lockstep.errors import ConfigurationError, DataError, LoaderDied, LockstepError
 
@@ -276,6 +277,8 @@ class Fetch(Dataset[MicroBatch]):
         self._epochs, self._epoch = epochs, -1
         self._samples, self._collate, self._skip_bad, self._seed = samples, options.collate, options.skip_bad, seed
         self._read_at_once = batched_getitem(samples, options.collate)
+        # A subclass may have other indexing.
+        self._each = samples.each if type(samples) is ShardedDataset else partial(map, samples.__getitem__)
         self._num_samples, self._seeds = len(samples), SampleSeeds()
 
     def __getitem__(self, request: Request) -> MicroBatch:
@@ -317,11 +320,11 @@ class Fetch(Dataset[MicroBatch]):
         return self._seeds.read(lambda: self._one_by_one(indices, request, bad), again)
 
     def _one_by_one(self, indices: list[int], request: Request, bad: list[BadSample]) -> tuple[list[int], Any]:
-        samples, read = [], []
+        samples, read, each = [], [], self._each(indices)
         for number in indices:
             self._seeds.seed(self._seed, Purpose.SAMPLE, request.epoch, number)
             try:
-                samples.append(self._samples[number])
+                samples.append(next(each))
                 read.append(number)
             except MemoryError:  # not caused by the sample
                 raise

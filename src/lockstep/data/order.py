@@ -335,8 +335,8 @@ class ShardOrder:
         for lane in np.flatnonzero(lane_sizes).tolist():
             first, skipped = divmod(number * int(full[lane]), self.window)
             stop = skipped + int(lane_sizes[lane])
-            windows = range(first, first - -stop // self.window)
-            parts += [np.concatenate([_window(self, epoch, lane, index) for index in windows])[skipped:stop]]
+            for at in range(0, stop, self.window):
+                parts += [_window(self, epoch, lane, first + at // self.window)[max(skipped - at, 0) : stop - at]]
         return torch.from_numpy(self.indices(epoch, np.concatenate(parts)))
 
     def indices(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:

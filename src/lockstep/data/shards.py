@@ -48,7 +48,7 @@ _Numbers = NDArray[np.int64]
 _PIECE_BYTES = 8 << 20
 
 # Bytes of a column that are read for a row of Parquet.
-_BATCH_BYTES = 16 << 10
+_BATCH_BYTES = 4 << 10
 
 # Unfinished files that nobody has written to for so long may be of a killed process.
 _ABANDONED_S = 60.0
@@ -139,7 +139,7 @@ class _ByteFormat:
         begin, end = int(place.bounds[place.piece.start]), int(place.bounds[place.piece.stop])
         target.write_bytes(_whole(place.store.cat_file(place.path, start=begin, end=end), begin, end))
 
-    def read(self, place: _Place, path: str | Path) -> dict[str, Any]:
+    def read(self, place: _Place, path: str) -> dict[str, Any]:
         """Return a sample from a local file: the shard itself, or a piece of it."""
         begin, end = place.bounds[place.offset : place.offset + 2].tolist()
         base = 0 if path == place.path else int(place.bounds[place.piece.start])
@@ -246,7 +246,7 @@ class _Parquet:
         return int(rows[-1]), rows, sum(group.total_byte_size for group in groups)
 
     def piece(self, bounds: _Numbers, offset: int) -> range:
-        number = int(np.searchsorted(bounds, offset, side="right"))
+        number = int(bounds.searchsorted(offset, "right"))
         return range(*bounds[number - 1 : number + 1].tolist())
 
     def fetch(self, place: _Place, target: Path) -> None:
@@ -259,19 +259,19 @@ class _Parquet:
         with pyarrow.OSFile(str(target), "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as writer:
             writer.write_table(table, max_chunksize=rows)
 
-    def read(self, place: _Place, path: str | Path) -> dict[str, Any]:
-        reader, rows = _open_row_group(str(path))
+    def read(self, place: _Place, path: str) -> dict[str, Any]:
+        reader, rows, names = _open_row_group(path)
         number, row = divmod(place.offset - place.piece.start, rows)
-        return dict(reader.get_batch(number).slice(row, 1).to_pylist()[0])
+        return {name: column[row].as_py() for name, column in zip(names, reader.get_batch(number).columns, strict=True)}
 
 
 # Opening takes ten times as long as reading a row. Row groups of all lanes of a rank are in use at once.
 @lru_cache(maxsize=256)
-def _open_row_group(path: str) -> tuple[Any, int]:
-    """Return the reader of a fetched row group, and the rows of its batches; the last may have fewer."""
+def _open_row_group(path: str) -> tuple[Any, int, list[str]]:
+    """Return the reader of a fetched row group, the rows of its batches (the last may have fewer), and its columns."""
     pyarrow = _require("pyarrow", "pyarrow")
     reader = pyarrow.ipc.open_file(pyarrow.OSFile(path))
-    return reader, reader.get_batch(0).num_rows
+    return reader, reader.get_batch(0).num_rows, reader.schema.names
 
 
 @lru_cache(maxsize=16)
@@ -354,16 +354,23 @@ def _make_index(store: Any, paths: Sequence[str], made_by: _Format, target: Path
         np.savez(file, **made._asdict())
 
 
-def _read_index(path: Path) -> _Index:
+def _read_index(path: str) -> _Index:
     try:
-        with path.open("rb") as file, np.load(file) as saved:
+        with open(path, "rb") as file, np.load(file) as saved:
             return _Index(*(saved[name] for name in _Index._fields))
     except (ValueError, LookupError, EOFError, BadZipFile) as error:  # as after a crash of the machine
-        path.unlink(missing_ok=True)
+        Path(path).unlink(missing_ok=True)
         raise FileNotFoundError(path) from error  # it is made again
 
 
 # --- The cache
+
+
+@lru_cache(maxsize=256)
+def _touch(path: str) -> None:
+    """Mark a file of a cache as used; not for each sample, as this takes as long as to read one."""
+    with contextlib.suppress(PermissionError):  # it belongs to another user
+        os.utime(path)
 
 
 class _PieceCache:
@@ -377,18 +384,18 @@ class _PieceCache:
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder, self._max_bytes = folder, max_bytes
 
-    def read(self, name: str, fetch: Callable[[Path], None], read: Callable[[Path], T]) -> T:
+    def read(self, name: str, fetch: Callable[[Path], None], read: Callable[[str], T]) -> T:
         """Return what ``read`` makes of a file. Blocks until it is fetched.
 
         If the fetch fails in one process, those that waited try it themselves, and get the error, too.
         """
-        path = self._folder / name
+        path = f"{self._folder}/{name}"
         while True:
-            with contextlib.suppress(FileNotFoundError):  # also if it was removed after it was fetched
-                with contextlib.suppress(PermissionError):  # it belongs to another user
-                    os.utime(path)
+            try:
+                _touch(path)
                 return read(path)
-            self.fetch(name, fetch)
+            except FileNotFoundError:  # also if it was removed after it was fetched
+                self.fetch(name, fetch)
 
     def fetch(self, name: str, fetch: Callable[[Path], None], *, waits: bool = True) -> None:
         """Fetch a file if it is absent; without ``waits``, not if another process or thread fetches it."""
@@ -540,11 +547,18 @@ class ShardedDataset(Dataset[Any]):
         """
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        place = self._place(index % len(self), self._epoch)
+        return next(self.each([index % len(self)]))
+
+    def each(self, indices: list[int]) -> Iterator[Any]:
+        """Return the samples at ``indices``; each is read when it is asked for, also after one that cannot be read."""
+        return map(self._read, indices, self._places(np.array(indices), self._epoch))
+
+    def _read(self, index: int, place: _Place) -> Any:
         lane, window = place.lane
         if self._order is not None and not self._is_direct and self._ahead.get(lane) != (self._epoch, window):
             self._ahead[lane] = self._epoch, window
             _open_row_group.cache_clear()  # files that were removed since keep their space while they are open
+            _touch.cache_clear()
             # A daemon, because the process may end while it fetches.
             what = self._order, self._epoch, lane, window
             threading.Thread(target=self._fetch, args=what, daemon=True, name=_AHEAD).start()
@@ -562,23 +576,26 @@ class ShardedDataset(Dataset[Any]):
             error.add_note(f"decode raised it for sample {index}, {place.path}{where.partition(',')[0]}.")
             raise
 
-    def _place(self, index: int, epoch: int) -> _Place:
-        number = int(np.searchsorted(self._ends, index, side="right"))
-        size, stop = int(self._index.sizes[number]), int(self._index.ends[number])
-        bounds = self._index.bounds[int(self._index.ends[number - 1]) if number else 0 : stop]
-        offset = index - int(self._ends[number]) + size
-        piece, lane, window = self._format.piece(bounds, offset), 0, 0
-        if self._order is not None and not self._is_direct:
-            # In the sequence of the epoch: where the shard begins, and where the lane of the sample does and ends.
-            start = int(shard_sequence(self._order, epoch)[1][number])
-            lane = int(np.searchsorted(self._order.lane_starts, start + offset, side="right")) - 1
-            begin, end = self._order.lane_starts[lane : lane + 2].tolist()
-            window = (start + offset - begin) // self._window
-            if self._format.has_bytes:
-                piece = range(max(begin - start, piece.start), min(end - start, piece.stop))
-        name = f"{self._version}-{number}-{piece.start}-{piece.stop}"
+    def _places(self, indices: _Numbers, epoch: int) -> Iterator[_Place]:
+        """Yield the places of samples; of all at once, for a fifth of the time."""
+        numbers = self._ends.searchsorted(indices, "right")
+        stops, begins = self._index.ends[numbers], self._ends[numbers] - self._index.sizes[numbers]
+        order = None if self._is_direct else self._order
+        # In the sequence of the epoch: where the shards begin, and where lanes begin and end.
+        starts = begins if order is None else shard_sequence(order, epoch)[1][numbers]
+        lane_starts = np.array([0, len(self)]) if order is None else order.lane_starts
+        lanes = lane_starts.searchsorted(starts + indices - begins, "right") - 1
+        firsts, lasts = lane_starts[lanes] - starts, lane_starts[lanes + 1] - starts
+        columns = numbers, indices - begins, self._index.ends[numbers - 1] * (numbers > 0), stops, lanes, firsts, lasts
         store = _store_of(self._url, os.getpid())
-        return _Place(store, str(self._paths[number]), bounds, offset, piece, name, (lane, window))
+        for number, offset, start, stop, lane, first, last in np.stack(columns, 1).tolist():
+            bounds = self._index.bounds[start:stop]
+            piece = range(offset, offset + 1) if self._is_direct else self._format.piece(bounds, offset)
+            if self._format.has_bytes:
+                piece = range(max(first, piece.start), min(last, piece.stop))
+            name = f"{self._version}-{number}-{piece.start}-{piece.stop}"
+            window = lane, (offset - first) // self._window
+            yield _Place(store, str(self._paths[number]), bounds, offset, piece, name, window)
 
     def _fetch(self, order: ShardOrder, epoch: int, lane: int, window: int) -> None:
         """Fetch the pieces of a window and of the next, which after the last of an epoch is the first of the next."""
@@ -591,8 +608,8 @@ class ShardedDataset(Dataset[Any]):
         with _fetching_ahead(os.getpid()), contextlib.suppress(Exception):  # who needs the piece gets the error
             for epoch_of_part, position, stop in parts:
                 while position < stop and self._epoch in (epoch, epoch_of_part):
-                    index = int(order.indices(epoch_of_part, np.array([position]))[0])
-                    place = self._place(index, epoch_of_part)
+                    index = order.indices(epoch_of_part, np.array([position]))
+                    (place,) = self._places(index, epoch_of_part)
                     self._cache.fetch(place.name, partial(self._format.fetch, place), waits=False)
                     position += place.piece.stop - place.offset
 

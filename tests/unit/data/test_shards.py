@@ -7,12 +7,14 @@ import itertools
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import sys
 import tarfile
 import tempfile
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +23,7 @@ from torch.utils.data import DataLoader
 
 import lockstep
 from lockstep.data import shards
-from lockstep.data.loader import LoadOptions, load, train_requests
+from lockstep.data.loader import Fetch, LoadOptions, Request, load, train_requests
 from lockstep.data.order import BatchSplit, ShardOrder, shard_sequence
 from lockstep.errors import ConfigurationError, DataError
 from lockstep.train.plan import check_split
@@ -385,6 +387,60 @@ def test_a_resume_goes_on_at_once(tmp_path, kind, workers):
     assert loaded(data, made, first_step=9, num_steps=3, workers=workers) == whole[9:]
 
 
+@pytest.mark.parametrize("kind", ["tar", "parquet"])
+@pytest.mark.parametrize("is_remote", [False, True])
+@pytest.mark.parametrize("is_ordered", [False, True])
+def test_samples_of_a_batch_are_those_read_one_by_one(tmp_path, kind, is_remote, is_ordered):
+    write_shards(tmp_path / "data", kind)
+    url = counting_store(tmp_path / "data", tmp_path / "log") if is_remote else tmp_path / "data"
+    data = lockstep.ShardedDataset(f"{url}/*.{kind}", decode=number_of, window=3, cache_dir=tmp_path / "cache")
+    if is_ordered:
+        data.make_order(8, 0, drop_last=False)
+    for epoch in range(2):
+        data.set_epoch(epoch)
+        indices = np.random.default_rng(epoch).integers(NUM_SAMPLES, size=60).tolist()
+        assert list(data.each(indices)) == [data[index] for index in indices] == indices
+    _join_threads()
+
+
+def test_a_sample_that_cannot_be_read_is_named_and_the_others_of_its_batch_are_read(tmp_path):
+    data = lockstep.ShardedDataset(write_shards(tmp_path / "data", "tar"), decode=number_of, cache_dir=tmp_path / "c")
+    path = tmp_path / "data/4.tar"
+    content = bytearray(path.read_bytes())
+    content[int(data._index.bounds[-3]) + 3] ^= 1  # a letter of the name of a file of the last sample but one
+    path.write_bytes(content)
+    request = Request(epoch=2, step=7, num_global=4, shares={0: [5, NUM_SAMPLES - 2, NUM_SAMPLES - 1, 0]})
+    micro = Fetch(data, LoadOptions(None, 0, pin_memory=False, skip_bad=True), 0, [data])[request]
+    assert micro.batches[0].tolist() == micro.samples[0].tolist() == [5, NUM_SAMPLES - 1, 0]
+    (bad,) = micro.bad
+    assert (bad.sample, bad.epoch, bad.step, bad.file) == (NUM_SAMPLES - 2, 2, 7, str(path))
+    assert f"for sample {NUM_SAMPLES - 2}: " in bad.cause
+
+
+def test_a_subclass_may_have_other_indexing(tmp_path):
+    class Doubled(lockstep.ShardedDataset):
+        def __getitem__(self, index):
+            return 2 * super().__getitem__(index)
+
+    data = Doubled(write_shards(tmp_path / "data", "parquet"), decode=number_of, cache_dir=tmp_path / "cache")
+    made = data.make_order(8, 0, drop_last=False)
+    assert loaded(data, made) == [[2 * number for number in batch] for batch in steps(order(num_lanes=8, window=512))]
+
+
+def test_decode_draws_the_same_numbers_in_any_batch_and_process(tmp_path):
+    def draw(sample):
+        return float(torch.rand(()) + np.random.rand() + random.random()) + 10 * number_of(sample)
+
+    pattern = write_shards(tmp_path / "data", "parquet")
+    data = lockstep.ShardedDataset(pattern, decode=draw, cache_dir=tmp_path / "cache")
+    made = data.make_order(8, 0, drop_last=False)
+    found = loaded(data, made, workers=2)
+    assert found == loaded(data, made)
+    single = Fetch(data, LoadOptions(None, 0, pin_memory=False), 0, [data])
+    for index, value in zip(steps(made)[2], found[2], strict=True):
+        assert single[Request(0, 2, 1, {0: [index]})].batches[0].tolist() == [value]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_each_byte_of_an_object_store_is_read_once_by_one_rank(tmp_path, monkeypatch, workers, num_ranks):
@@ -474,6 +530,22 @@ def test_row_groups_that_were_removed_are_closed_with_their_window(tmp_path):
     _join_threads()
 
 
+def test_a_piece_is_marked_as_used_once_in_a_window(tmp_path, monkeypatch):
+    write_parquet(tmp_path / "0.parquet", list(range(40)))
+    data = lockstep.ShardedDataset(tmp_path / "0.parquet", window=8, lanes=1, cache_dir=tmp_path / "cache")
+    first = data.make_order(8, 0, drop_last=False).indices(0, np.arange(16)).tolist()
+    list(data.each(first))
+    _join_threads()
+    marked = []
+    monkeypatch.setattr(os, "utime", marked.append)
+    list(data.each(first[8:]))
+    assert marked == []
+    list(data.each(first))  # the first window again, and the second
+    names = [f"{data._cache._folder}/{data._version}-0-{start}-{start + 4}" for start in range(0, 16, 4)]
+    assert marked == names
+    _join_threads()
+
+
 def open_files():
     found = []
     for link in os.scandir("/proc/self/fd"):
@@ -535,7 +607,8 @@ def test_the_cache_keeps_what_was_used_last_within_its_size(tmp_path):
             fetched.append(name)
             path.write_bytes(name.encode() * 1000)
 
-        return cache.read(name, fetch, lambda path: path.read_bytes()[:1].decode())
+        shards._touch.cache_clear()
+        return cache.read(name, fetch, lambda path: Path(path).read_bytes()[:1].decode())
 
     assert [use(name) for name in "ababcacb"] == [*"ababcacb"]
     assert fetched == ["a", "b", "c", "a", "b"]
@@ -546,7 +619,7 @@ def test_the_cache_keeps_what_was_used_last_within_its_size(tmp_path):
         assert use("a") == "a"  # which removes others, but not what is being fetched
         assert path.exists()
 
-    assert cache.read("d", fetch_slowly, lambda path: path.stat().st_size) == 100
+    assert cache.read("d", fetch_slowly, os.path.getsize) == 100
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "d"]
 
 
@@ -558,12 +631,12 @@ def test_a_piece_that_cannot_be_fetched_leaves_nothing(tmp_path):
         raise OSError("no route")
 
     with pytest.raises(OSError) as error:
-        cache.read("a", fail, str)
+        cache.read("a", fail, os.path.getsize)
     assert str(error.value) == "no route"
     assert list(tmp_path.iterdir()) == []
     # A process that was killed leaves its part.
     (tmp_path / "a.part").write_bytes(b"half of it")
-    assert cache.read("a", lambda path: path.write_bytes(b"1"), lambda path: path.read_bytes()) == b"1"
+    assert cache.read("a", lambda path: path.write_bytes(b"1"), os.path.getsize) == 1
 
 
 def test_what_a_killed_process_was_fetching_is_removed_by_others(tmp_path):
@@ -647,7 +720,7 @@ def test_a_piece_is_fetched_once_by_threads_that_need_it_at_once(tmp_path):
         path.write_bytes(b"1")
 
     def use():
-        found.append(cache.read("a", fetch, lambda path: path.read_bytes()))
+        found.append(cache.read("a", fetch, os.path.getsize))
 
     threads = [threading.Thread(target=use) for _ in range(5)]
     for thread in threads:
@@ -656,7 +729,7 @@ def test_a_piece_is_fetched_once_by_threads_that_need_it_at_once(tmp_path):
     cache.fetch("a", fetch, waits=False)
     for thread in threads:
         thread.join()
-    assert (found, len(fetched)) == ([b"1"] * 5, 1)
+    assert (found, len(fetched)) == ([1] * 5, 1)
 
 
 def test_a_cache_that_is_too_small_for_the_windows_is_refused(tmp_path):
