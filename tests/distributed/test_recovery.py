@@ -339,7 +339,7 @@ def test_a_rank_that_is_lost_in_an_update_with_a_closure_restarts_all(run_task, 
 def test_a_killed_loader_process_costs_its_rank_only(run_task):
     # With virtual shards, the bits are also those without loader processes, and those of one rank.
     undisturbed, _ = run_task("", "--reproducible", "4", ranks=1)
-    found, lines = run_task("backward@0 sample77@0 before9@1", "--workers", "2", "--reproducible", "4")
+    found, lines = run_task("backward@0 sample77@0 before20@1", "--workers", "2", "--reproducible", "4")
     assert found == undisturbed
     assert len(lines) == 6 and not any("restart" in line for line in lines)
     assert len([line for line in lines if "LoaderDied: A loader process of rank" in line]) == 1
