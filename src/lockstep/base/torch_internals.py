@@ -473,8 +473,7 @@ def forget_groups() -> None:
     if (world := getattr(dist.distributed_c10d, "_world", None)) is not None:
         world.group_count = 0
     for function in [*getattr(sys.modules.get("torch.distributed.nn.functional"), "__dict__", {}).values()]:
-        defaults = getattr(function, "__defaults__", None) or ()
-        if any(isinstance(value, dist.ProcessGroup) for value in defaults):
+        if defaults := getattr(function, "__defaults__", None):
             function.__defaults__ = tuple(None if isinstance(value, dist.ProcessGroup) else value for value in defaults)
 
 
