@@ -148,3 +148,44 @@ def test_fit_goes_on_without_a_lost_rank(tmp_path):
     assert [line.partition(";")[2] for line in lines if "killed" in line] == [" ranks 1, 2 go on", " ranks 0, 2 go on"]
     assert re.search(r"\n(\[rank \d\] )?epoch 12.0  step 108/108  evaluation", out)
     assert len(re.findall(r"step 108/108", out)) == 1
+
+
+# Rank 1 is lost, and back when rank 2 has evaluated, but does not know yet that all have, and rank 0 trains on.
+BETWEEN = """
+import time
+from pathlib import Path
+from lockstep.base.rank_files import Arrival
+from lockstep.loop.recovery import Recovery
+
+def until(found):
+    deadline = time.monotonic() + 60
+    while not found():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+waits = Path(os.environ["ONCE"] + "-waits")
+real_refuse_cut = Recovery.refuse_cut
+
+def refuse_cut(self):
+    if os.environ["RANK"] == "2" and self._doing() == "the evaluation after step 18" and not waits.exists():
+        folder = Path(os.environ["LOCKSTEP_RUN_DIR"])
+        until(lambda: any(each.number > self.step for each in Arrival.read_all(folder).values()))
+        waits.touch()
+        until(lambda: self._membership.is_cut)
+    real_refuse_cut(self)
+
+Recovery.refuse_cut = refuse_cut
+if "LOCKSTEP_JOINS" in os.environ:
+    until(waits.exists)
+"""
+
+
+def test_a_rank_that_evaluates_takes_part_in_the_exchange_that_the_others_have_come_to(tmp_path):
+    path = tmp_path / "task.py"
+    path.write_text(TASK + BETWEEN)
+    environ = {**os.environ, "FAULTS": "evaluation@1", "ONCE": str(tmp_path / "once")}
+    command = "train", path, "--devices", "3", "--strategy", "diloco", "--sync-every", "4", "--max-restarts", "5"
+    done = run_lockstep(*command, "--epochs", "3", env=environ)
+    assert done.code == 0 and "restart" not in done.err, done.err
+    assert re.search("ranks 1, 2 are back .*; the exchange after step 20 is done again", done.err)
+    assert len(re.findall("step 27/27  evaluation", done.out)) == 1

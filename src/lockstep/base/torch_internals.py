@@ -463,13 +463,18 @@ def process_groups() -> list[dist.ProcessGroup]:
     return list(getattr(getattr(dist.distributed_c10d, "_world", None), "pg_map", ()))
 
 
-def restart_group_names() -> None:
-    """Name the next default group as in a new process. Without torch's table: nothing.
+def forget_groups() -> None:
+    """Make the next default group as the first of a new process. Without torch's table and functions: nothing.
 
-    The names are numbers. An attempt to connect that failed has taken one, of which the other ranks do not know.
+    Groups have numbers as names. An attempt to connect that failed has taken one, of which the other ranks do not know.
+    And torch's differentiable collectives, which its optimizers import, keep the default group of that moment as their
+    default: it would be used, and its memory stay, when it is closed. None stands for the default group of a call.
     """
     if (world := getattr(dist.distributed_c10d, "_world", None)) is not None:
         world.group_count = 0
+    for function in [*getattr(sys.modules.get("torch.distributed.nn.functional"), "__dict__", {}).values()]:
+        if defaults := getattr(function, "__defaults__", None):
+            function.__defaults__ = tuple(None if isinstance(value, dist.ProcessGroup) else value for value in defaults)
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:

@@ -36,7 +36,7 @@ from torch.distributed.constants import default_pg_timeout
 from lockstep.base import activity, rank_files
 from lockstep.base.env import RankEnv, machine_timeout_s
 from lockstep.base.rank_files import SPARE, Arrival, Generation
-from lockstep.base.torch_internals import abort_together, backend_of, process_groups, restart_group_names
+from lockstep.base.torch_internals import abort_together, backend_of, forget_groups, process_groups
 from lockstep.comm import network
 from lockstep.comm.collectives import launching
 from lockstep.comm.rendezvous import JOINS, poll_interval_s, poll_until
@@ -187,7 +187,7 @@ class Membership:
             deadline = time.monotonic() + BARRIER_TIMEOUT_S if is_member else math.inf
             if is_member:
                 destroy_default_group(abort=True, at_exit=False, is_cut=True)
-                restart_group_names()
+                forget_groups()
                 with activity.waiting(activity.REJOIN), suppress(_Superseded):
                     self._enter(newest, deadline)
                     return newest

@@ -173,8 +173,8 @@ def gloo_cause(error: Exception) -> str:
 # Host and port at which Gloo listens for a group, on each of its ranks. Every connection of the group leads to one of
 # them, and no other connection does, whichever thread of this process opens it, and when.
 _links: set[tuple[str, int]] = set()
-# Whether they may be cut, and when that was done to those of the present groups.
-may_cut, _cut_at_s = False, math.inf
+# Whether they may be cut, and when that was done to those of the present groups, on whatever backend.
+may_cut, cut_at_s = False, math.inf
 # How often a call looks for that, and how long it may take to fail then.
 _LOOK_S, _FAILS_S = 1.0, 3.0
 _LISTENS = socket.SOL_SOCKET, socket.SO_ACCEPTCONN
@@ -195,8 +195,6 @@ def note_links(before: set[tuple[str, int]], store: Any, rank: int, size: int) -
         rank: This rank in the group.
         size: The number of its ranks.
     """
-    global _cut_at_s
-    _cut_at_s = math.inf
     store.set(str(rank), json.dumps([*(listening() - before)]))
     for addresses in store.multi_get([*map(str, range(size))]):
         _links.update(map(_end, json.loads(addresses)))
@@ -211,8 +209,8 @@ def cut_links() -> None:
 
     Gloo cannot abort: a call waits for a rank that is alive and has left the call, until its timeout.
     """
-    global _cut_at_s
-    links, _cut_at_s = set(_links), min(_cut_at_s, time.monotonic())
+    global cut_at_s
+    links, cut_at_s = set(_links), min(cut_at_s, time.monotonic())
     for connection in open_sockets():
         with suppress(OSError):  # the other end is gone; or it listens, and to shut that down would abort the process
             if links & {_end(connection.getpeername()), _end(connection.getsockname())}:
@@ -225,7 +223,7 @@ def is_stuck() -> bool:
 
     Gloo does not notice the end of a connection if the first write of a call finds it.
     """
-    return time.monotonic() - _cut_at_s > _FAILS_S
+    return time.monotonic() - cut_at_s > _FAILS_S
 
 
 def wait_for_call(handle: Any) -> Any:

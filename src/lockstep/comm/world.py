@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import math
 import os
 import random
 import socket
@@ -176,7 +177,7 @@ def form_group(
         os.environ[network.GLOO_INTERFACE] = interface
         # Only at the end of the world, since groups that are created later also need it.
         undo.callback(os.environ.pop, network.GLOO_INTERFACE, None)
-    before, connected = network.listening(), Future[None]()
+    before, connected, network.cut_at_s = network.listening(), Future[None](), math.inf
     limit = torch_internals.default_timeout(dist.Backend(backend))
     try:
         bound = _connect(env, PrefixStore("group", store), backend, device, timeout_s, binds=is_over is None)

@@ -552,6 +552,7 @@ class LocalSGD:
         for entry in state["under_way"]:
             self._load_exchange(entry, own_state["base"] if is_own else None)
         if not is_own:
+            self.flags = [0.0] * len(self.flags)  # of an exchange that is complete
             self.restore()
 
     def _load_exchange(self, entry: Mapping[str, Any], base: Mapping[str, Tensor] | None) -> None:

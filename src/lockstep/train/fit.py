@@ -58,6 +58,7 @@ def fit_with(task: Task, settings: FitSettings) -> FitResult:
             while run.has_more:
                 with run.attempt():
                     run.advance(around)
+                run.join_exchange()
         while not run.state.stops and not run.is_complete:
             with run.attempt():
                 run.complete()

@@ -165,9 +165,7 @@ class Run:
         self._call("on_start")
         if not is_late and self._callbacks.have("on_start"):
             self.state.due.insert(0, Action.GRANT)
-        averaging = self.trainer.strategy.averaging
-        if is_late and averaging is not None and averaging.exchange():  # the one that the others are in
-            self._find_due(checks=self.trainer.is_check_due, compares=False)
+        self.join_exchange()
 
     def _open_evaluator(self) -> Evaluator | None:
         """Check that all ranks have the same data, and try the evaluation, if there is one. Collective: every rank."""
@@ -302,6 +300,16 @@ class Run:
             return
         with around(self.trainer.num_steps_done + 1):
             self.step()
+
+    def join_exchange(self) -> None:
+        """Take part in the exchange that the others are in, if this rank got their state outside of one.
+
+        Ranks that train alone may have come to different places when a rank is lost, or comes: one to an exchange, and
+        another to the evaluation before it, which does not know that it is complete.
+        """
+        averaging = self.trainer.strategy.averaging
+        if averaging is not None and averaging.exchange():
+            self._find_due(checks=self.trainer.is_check_due, compares=False)
 
     def _do(self, action: Action) -> None:
         match action:

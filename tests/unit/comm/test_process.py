@@ -9,8 +9,9 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.nn.functional import all_reduce
 
-from lockstep.base.torch_internals import restart_group_names
+from lockstep.base.torch_internals import forget_groups
 from lockstep.comm.process import single_process_view, wait_for_sleep
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -76,9 +77,20 @@ def test_a_failed_connection_does_not_change_the_name_of_the_next_group():
     limit = timedelta(milliseconds=10)
     with pytest.raises(dist.DistError):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=2, timeout=limit)
-    restart_group_names()
+    forget_groups()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         assert dist.group.WORLD.group_name == "0"  # as in a new process, which may be the other rank
     finally:
         dist.destroy_process_group()
+
+
+def test_no_default_of_a_function_keeps_a_group_that_lost_a_rank(monkeypatch):
+    """torch's optimizers import these functions, whose default is the default group of that moment."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(all_reduce, "__defaults__", (dist.ReduceOp.MAX, dist.group.WORLD))
+    finally:
+        dist.destroy_process_group()
+    forget_groups()
+    assert all_reduce.__defaults__ == (dist.ReduceOp.MAX, None)  # None: the default group when it is called

@@ -185,6 +185,23 @@ def operation_of(options: Any) -> Any:
 SPINS = 2000
 
 
+def _interruptions(signals: list[BaseException]) -> Iterator[int]:
+    """Yield 0 repeatedly, and 1 after a signal handler has raised; called while the main thread waits in C.
+
+    It is a generator because handlers run as soon as Python code runs. A resumed generator continues inside its
+    ``try``; a function would start outside of it.
+    """
+    while True:
+        try:
+            while True:
+                yield 0
+        except GeneratorExit:
+            return
+        except BaseException as error:  # KeyboardInterrupt, or an error of a handler: `call` raises it
+            signals.append(error)
+        yield 1
+
+
 class Communicator:
     """One rank of a group that shares a segment.
 
@@ -205,9 +222,10 @@ class Communicator:
         self.timeout_s = timeout_s
         self._segment = segment
         self._pid = os.getpid()
-        self._signal: BaseException | None = None
+        self._signals: list[BaseException] = []
         self._broken: LockstepError | None = None
-        interruptions = self._interruptions()
+        # Not a method: the callback would keep this object, and so the mapping, until the next garbage collection.
+        interruptions = _interruptions(self._signals)
         next(interruptions)
         self._callback = INTERRUPTED_TYPE(interruptions.__next__)  # kept alive: the C library holds only its address
         # With more ranks than cores, a rank that spins takes the core of the rank that it waits for.
@@ -259,8 +277,7 @@ class Communicator:
 
     def _fail(self, code: int, operation: str, timeout_s: float) -> None:
         if code == INTERRUPTED:
-            assert self._signal is not None
-            error, self._signal = self._signal, None
+            error = self._signals.pop()
             self.give_up(CollectiveError(f"Rank {self.ranks[self.rank]} was interrupted in {operation} on shm."))
             raise error
         failure = self._error_of(code, f"Rank {self.ranks[self.rank]} in {operation} on shm", timeout_s)
@@ -341,22 +358,6 @@ class Communicator:
                 self.native.lockstep_leave(self.handle)
                 # Releases the lock that shows the other ranks that this process is alive.
                 self._segment.close_file()
-
-    def _interruptions(self) -> Iterator[int]:
-        """Yield 0 repeatedly, and 1 after a signal handler has raised; called while the main thread waits in C.
-
-        It is a generator because handlers run as soon as Python code runs. A resumed generator continues inside its
-        ``try``; a function would start outside of it.
-        """
-        while True:
-            try:
-                while True:
-                    yield 0
-            except GeneratorExit:
-                return
-            except BaseException as error:  # KeyboardInterrupt, or an error of a handler: `call` raises it
-                self._signal = error
-            yield 1
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):

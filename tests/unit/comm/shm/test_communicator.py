@@ -1,6 +1,8 @@
-"""Threads that use a group on shared memory while another one leaves it."""
+"""A process as a member of a group on shared memory: threads that use it, and what stays of it."""
 
+import gc
 import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -30,3 +32,16 @@ def test_a_group_is_not_freed_while_another_thread_interrupts_it(interrupt):
     assert calls == ["begins", "ends", "freed"]
     interrupt(comm)  # of a group that was left
     assert calls == ["begins", "ends", "freed"]
+
+
+def test_a_group_is_freed_with_the_last_reference():
+    """Its mapping would stay after a recovery until the next garbage collection, which may be long after."""
+    native = SimpleNamespace(lockstep_join=lambda *_: 1, lockstep_leave=lambda _: None)
+    gc.disable()
+    try:
+        comm = Communicator(native, SimpleNamespace(address=0, fd=-1, close_file=lambda: None), 0, 1, [0], 1.0)
+        watched = weakref.ref(comm)
+        del comm
+        assert watched() is None
+    finally:
+        gc.enable()
