@@ -14,6 +14,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # The server of torch's TCPStore asks the DNS for the name of each client, of 127.0.0.1 too, and answers nobody
 # meanwhile. Where no DNS answers, the resolver would wait 5 s, twice, each time.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+# For all processes and threads that this one starts: one that wakes up waits until another has used its time. Else it
+# may stop a thread that holds the lock of a connection of Gloo, whose own thread polls, without a pause, until the lock
+# is free. With more ranks than cores this costs several times the processor time of an all-reduce.
+if hasattr(os, "SCHED_BATCH"):
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 from tests import forking, simulated_device
 from tests.pool import Pool, Ranks
