@@ -11,14 +11,15 @@ import pytest
 # Before torch, whose libgomp reads it once. Else each thread that has done its part of an operation spins for the next,
 # on cores that other ranks, or the tests of another process, need: several times the processor time of some tests.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# The threads of numpy's and scipy's OpenBLAS spin likewise, from the import on, and have no other way to wait.
+# The threads of numpy's and scipy's OpenBLAS spin for a while, too, and no test needs them.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # The server of torch's TCPStore asks the DNS for the name of each client, of 127.0.0.1 too, and answers nobody
 # meanwhile. Where no DNS answers, the resolver would wait 5 s, twice, each time.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-# For all processes and threads that this one starts: one that wakes up waits until another has used its time. Else it
-# may stop a thread that holds the lock of a connection of Gloo, whose own thread polls, without a pause, until the lock
-# is free. With more ranks than cores this costs several times the processor time of an all-reduce.
+# For all processes and threads that this one starts: one that wakes up does not stop one that runs. Else, with more
+# ranks than cores, Gloo's thread calls epoll_wait a thousand times for each all-reduce of three ranks: it skips a
+# connection whose lock another thread holds, and that thread, it seems, was stopped. With this, an all-reduce of three
+# ranks on two cores took a quarter of the processor time.
 if hasattr(os, "SCHED_BATCH"):
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
