@@ -27,9 +27,9 @@ from lockstep.launcher import bootstrap, fork_server
 # Environment variables: the folder of a forked process, and what it calls first; and which server it is forked off.
 PLACE, SERVER = "FORKED_PLACE", "FORKED_SERVER"
 # Environment variables that lockstep.cli and torch._dynamo set when they are imported. The server has imported both;
-# the tests' own process does so at some point, and what it starts after that can be forked all the same. And one of
-# tests/conftest.py that changes no result.
-SET_BY_IMPORTS = ("TORCH_CPP_LOG_LEVEL", "TORCHINDUCTOR_CACHE_DIR", "OMP_WAIT_POLICY")
+# the tests' own process does so at some point, and what it starts after that can be forked all the same. And those of
+# tests/conftest.py that change no result.
+SET_BY_IMPORTS = ("TORCH_CPP_LOG_LEVEL", "TORCHINDUCTOR_CACHE_DIR", "OMP_WAIT_POLICY", "OPENBLAS_NUM_THREADS")
 MODULES = (
     "tests.pool_worker",
     "lockstep.cli",
@@ -196,9 +196,10 @@ def end(program):
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for those who asked for processes
+    gc.disable()  # during the imports, collections would take a fifth of the time
     for module in MODULES:
         import_module(module)
-    gc.collect()
     gc.freeze()  # what was imported stays where it is, in all that are forked
+    gc.enable()
     bootstrap.set_title("processes of tests")  # finds the command line, of which the environment is a neighbour, once
     import_module("tests.forking").run(fork_server.serve(socket.socket(fileno=int(sys.argv[1]))))
