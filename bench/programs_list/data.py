@@ -3,12 +3,16 @@
 import argparse
 import gzip
 import json
+import pickle
 import struct
 import textwrap
 import wave
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
+import torch
 from PIL import Image
 
 
@@ -104,3 +108,63 @@ def pictures_and_unet(root: Path) -> None:
         "up_block_types": ["AttnUpBlock2D", "UpBlock2D"],
     }
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def small_pictures(root: Path) -> None:
+    pictures(root, size=16)
+
+
+def boxes(root: Path) -> None:
+    """Write pictures with a box in each, their lists, and a small model, as yolov5 reads them."""
+    noise = np.random.default_rng(0)
+    for part in ("train", "val"):
+        for kind in ("images", "labels"):
+            (root / "tiny" / part / kind).mkdir(parents=True)
+        for index in range(8):
+            pixels = noise.integers(0, 256, (64, 64, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(root / "tiny" / part / "images" / f"{index}.png")
+            (root / "tiny" / part / "labels" / f"{index}.txt").write_text(f"{index % 2} 0.5 0.5 0.4 0.6\n")
+    (root / "tiny" / "data.yaml").write_text("path: tiny\ntrain: train/images\nval: val/images\nnames: [a, b]\n")
+    model = (root / "models" / "yolov5n.yaml").read_text()
+    (root / "tiny" / "model.yaml").write_text(model.replace("width_multiple: 0.25", "width_multiple: 0.0625"))
+    (root / "tiny" / "Ultralytics").mkdir()
+    (root / "tiny" / "Ultralytics" / "Arial.ttf").touch()  # it is downloaded otherwise
+
+
+def parquet(root: Path) -> None:
+    """Write documents and a tokenizer of single bytes, as nanochat's scripts do."""
+    folder = root / "tiny" / "base_data_climbmix"
+    folder.mkdir(parents=True)
+    lines = [line for line in text().splitlines() if len(line) > 10]
+    for index in range(2):
+        table = pyarrow.table({"text": lines[index::2]})
+        pyarrow.parquet.write_table(table, folder / f"shard_{index:05d}.parquet", row_group_size=20)
+    folder = root / "tiny" / "tokenizer"
+    folder.mkdir()
+    state = {
+        "name": "bytes",
+        "pat_str": r"\s+|\S+",
+        "mergeable_ranks": {bytes([value]): value for value in range(256)},
+        "special_tokens": {"<|bos|>": 256},
+    }
+    # A pickle of a tiktoken.Encoding, which need not be installed here: its class, made anew, with this state.
+    begin, end = b"\x80\x02ctiktoken.core\nEncoding\n)\x81", b"b."
+    (folder / "tokenizer.pkl").write_bytes(begin + pickle.dumps(state, 2)[2:-1] + end)
+    torch.save(torch.tensor([1] * 256 + [0], dtype=torch.int32), folder / "token_bytes.pt")
+
+
+def textures(root: Path) -> None:
+    """Write pictures where super_resolution looks for BSDS300."""
+    noise = np.random.default_rng(0)
+    for part in ("train", "test"):
+        folder = root / "dataset" / "BSDS300" / "images" / part
+        folder.mkdir(parents=True)
+        for index in range(7):
+            pixels = noise.integers(0, 256, (16, 16, 3), dtype=np.uint8)
+            Image.fromarray(pixels).resize((256, 256)).save(folder / f"{index}.png")
+
+
+def waves(root: Path) -> None:
+    """Write what time_sequence_prediction's generate_sine_wave.py writes, shorter."""
+    shifts = np.random.default_rng(0).integers(-80, 80, (11, 1))
+    torch.save(np.sin((np.arange(50) + shifts) / 20), root / "traindata.pt")

@@ -375,6 +375,131 @@ PROGRAMS = (
             ("word_language_model/main.py", "model.rnn.flatten", "model.module.rnn.flatten"),
         ),
     ),
+    Program(
+        "EDM", "NVlabs/edm", "008a4e5316c8e3bfe61a62f874bddba254295afb", "train.py",
+        "--outdir out --data tiny/train --arch ddpmpp --cbase 8 --cres 1 --duration 0.001 --batch 256 --batch-gpu 32 "
+        "--augment 0 --dropout 0 --cache 0 --tick 1 --seed 0",
+        data.small_pictures, on_cpus=("train.py", "training/training_loop.py", "torch_utils/distributed.py"),
+        packages=("psutil", "click"), note="reads a stream of samples, accumulates 4 micro-batches of each rank",
+        edits=(
+            ("torch_utils/distributed.py", "    torch.cuda.set_device(int(os.environ.get('LOCAL_RANK', '0')))\n", ""),
+            ("torch_utils/misc.py", "super().__init__(dataset)", "super().__init__()"),
+            ("training/training_loop.py", "torch.cuda.max_memory_allocated(device)", "0"),
+            ("training/training_loop.py", "torch.cuda.max_memory_reserved(device)", "0"),
+            ("training/training_loop.py", "        torch.cuda.reset_peak_memory_stats()\n", ""),
+        ),
+    ),
+    Program(
+        "yolov5", "ultralytics/yolov5", "5081342f04fb287fc2e5f2b5a4e06752b7937b1c", "train.py",
+        "--weights= --cfg tiny/model.yaml --data tiny/data.yaml --hyp data/hyps/hyp.scratch-low.yaml --imgsz 64 "
+        "--batch-size 4 --epochs 2 --workers 0 --device cpu --noplots --noautoanchor --nosave --project out",
+        data.boxes, packages=(*VISION, "ultralytics", "ultralytics-thop", "psutil", "opencv-python-headless", "seaborn",
+                              "matplotlib", "contourpy", "cycler", "fonttools", "kiwisolver", "pyparsing"),
+        note="multiplies its loss by the number of ranks; evaluates without NMS",
+        environment=(("YOLO_OFFLINE", "true"), ("YOLO_CONFIG_DIR", "tiny"), ("YOLOV5_CONFIG_DIR", "tiny/Ultralytics"), ("YOLOv5_AUTOINSTALL", "false")),
+        edits=(
+            ("train.py", "    if cuda and RANK != -1:\n        model = smart_DDP", "    if RANK != -1:\n        model = smart_DDP"),
+            ("train.py", '        assert torch.cuda.device_count() > LOCAL_RANK, "insufficient CUDA devices for DDP command"\n'
+             '        torch.cuda.set_device(LOCAL_RANK)\n        device = torch.device("cuda", LOCAL_RANK)\n', ""),
+            ("train.py", '"nccl" if dist.is_nccl_available() else "gloo"', '"gloo"'),
+            ("train.py", '        check_requirements(ROOT / "requirements.txt")\n', ""),
+            ("utils/general.py", "torchvision.ops.nms(boxes, scores, iou_thres)", "scores.argsort(descending=True)"),
+            ("utils/torch_utils.py", "device_ids=[LOCAL_RANK], output_device=LOCAL_RANK, ", ""),
+        ),
+    ),
+    Program(
+        "nanochat", "karpathy/nanochat", "92d63d4e8bb4df75c3b71618f31ddde2378b2bcd", "scripts/base_train.py",
+        "--device-type=cpu --depth=2 --aspect-ratio=16 --head-dim=16 --max-seq-len=32 --device-batch-size=2 "
+        "--total-batch-size=256 --num-iterations=4 --warmup-steps=1 --window-pattern=L --eval-every=-1 "
+        "--core-metric-every=-1 --sample-every=-1",
+        data.parquet, packages=("rustbpe", "tiktoken", "regex"),
+        paths=("nanochat", "scripts", "tasks"),
+        note="no wrapper: its optimizer (Muon, AdamW) averages and divides the parameters; not compiled",
+        environment=(("NANOCHAT_BASE_DIR", "tiny"), ("TORCHDYNAMO_DISABLE", "1")),
+        edits=(
+            ("scripts/base_train.py", "import wandb\n", ""),
+            ("nanochat/optim.py", ".get_future()", ""),
+            ("nanochat/common.py", 'if is_ddp_requested and device_type == "cuda":\n        device = torch.device("cuda", ddp_local_rank)\n'
+             '        torch.cuda.set_device(device)  # make "cuda" default to this device\n'
+             '        dist.init_process_group(backend="nccl", device_id=device)\n',
+             'if is_ddp_requested:\n        device = torch.device("cpu")\n        dist.init_process_group(backend="gloo")\n'),
+        ),
+    ),
+    Program(
+        "pytorch/examples: dcgan", *EXAMPLES, "dcgan/main.py",
+        "--dataset folder --dataroot tiny/train --niter 2 --batchSize 4 --workers 0 --nz 8 --ngf 4 --ndf 4 --manualSeed 1",
+        data.pictures, "dcgan", packages=VISION, paths=("dcgan",),
+        note="its loop draws the noise: on several ranks other noise",
+        prepare=(
+            ("dcgan/main.py", "import argparse\n", "import argparse\nimport lockstep\n"),
+            ("dcgan/main.py", "if opt.dry_run:\n    opt.niter = 1\n",
+             "if opt.dry_run:\n    opt.niter = 1\n"
+             "netD, netG, dataloader = lockstep.prepare(netD, netG, dataloader)\n"),
+        ),
+    ),
+    Program(
+        "pytorch/examples: dcgan, mended", *EXAMPLES, "dcgan/main.py",
+        "--dataset folder --dataroot tiny/train --niter 2 --batchSize 4 --workers 0 --nz 8 --ngf 4 --ndf 4 --manualSeed 1",
+        data.pictures, "dcgan", packages=VISION, paths=("dcgan",),
+        note="each rank its rows of the whole batch's noise",
+        edits=(
+            ("dcgan/main.py", "noise = torch.randn(batch_size, nz, 1, 1, device=device)",
+             "noise = torch.randn(batch_size, nz, 1, 1, generator=drawn)"),
+            ("dcgan/main.py", "criterion = nn.BCELoss()\n", "criterion = nn.BCELoss()\ndrawn = torch.Generator()\n"),
+        ),
+        prepare=(
+            ("dcgan/main.py", "import argparse\n", "import argparse\nimport lockstep\n"),
+            ("dcgan/main.py", "if opt.dry_run:\n    opt.niter = 1\n",
+             "if opt.dry_run:\n    opt.niter = 1\n"
+             "netD, netG, dataloader = lockstep.prepare(netD, netG, dataloader)\n"
+             "world = torch.distributed.get_world_size()\n"),
+            ("dcgan/main.py", "torch.randn(batch_size, nz, 1, 1, generator=drawn)",
+             "torch.randn(world * batch_size, nz, 1, 1, generator=drawn).chunk(world)[torch.distributed.get_rank()]"),
+        ),
+    ),
+    Program(
+        "pytorch/examples: super_resolution", *EXAMPLES, "super_resolution/main.py",
+        "--upscale_factor 4 --batchSize 3 --testBatchSize 2 --nEpochs 2 --threads 0", data.textures, "super_resolution",
+        packages=VISION, paths=("super_resolution",), note="the last batch of each epoch is smaller",
+        prepare=(
+            ("super_resolution/main.py", "import argparse\n", "import argparse\nimport lockstep\n"),
+            ("super_resolution/main.py", "optimizer = optim.Adam(model.parameters(), lr=opt.lr)\n",
+             "optimizer = optim.Adam(model.parameters(), lr=opt.lr)\n"
+             "model, optimizer, training_data_loader, testing_data_loader = lockstep.prepare(\n"
+             "    model, optimizer, training_data_loader, testing_data_loader)\n"),
+        ),
+    ),
+    Program(
+        "pytorch/examples: time_sequence_prediction", *EXAMPLES, "time_sequence_prediction/train.py", "--steps 2",
+        data.waves, "time_sequence_prediction", paths=("time_sequence_prediction",),
+        packages=("matplotlib", "contourpy", "cycler", "fonttools", "kiwisolver", "pyparsing"),
+        note="LBFGS, float64; it has no loader: each rank takes its rows",
+        edits=(
+            ("time_sequence_prediction/train.py", "torch.load('traindata.pt')", "torch.load('traindata.pt', weights_only=False)"),
+        ),
+        prepare=(
+            ("time_sequence_prediction/train.py", "import argparse\n", "import argparse\nimport lockstep\n"),
+            ("time_sequence_prediction/train.py", "    #begin to train\n",
+             "    seq, optimizer = lockstep.prepare(seq, optimizer)\n"
+             "    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()\n"
+             "    input, target = input.chunk(world)[rank], target.chunk(world)[rank]\n    #begin to train\n"),
+        ),
+    ),
+    Program(
+        "pytorch/examples: actor_critic", *EXAMPLES, "reinforcement_learning/actor_critic.py", "", folder="reinforcement_learning",
+        paths=("reinforcement_learning",), packages=("gymnasium", "farama-notifications"),
+        note="each rank plays an episode of its own, so an update takes 2",
+        edits=(
+            ("reinforcement_learning/actor_critic.py", "in count(1):", "in range(1, 7):"),
+        ),
+        prepare=(
+            ("reinforcement_learning/actor_critic.py", "import argparse\n", "import argparse\nimport lockstep\n"),
+            ("reinforcement_learning/actor_critic.py", "optimizer = optim.Adam(model.parameters(), lr=3e-2)\n",
+             "optimizer = optim.Adam(model.parameters(), lr=3e-2)\nmodel, optimizer = lockstep.prepare(model, optimizer)\n"),
+            ("reinforcement_learning/actor_critic.py", "model.saved_actions", "model.module.saved_actions"),
+            ("reinforcement_learning/actor_critic.py", "model.rewards", "model.module.rewards"),
+        ),
+    ),
 )  # fmt: skip
 
 NOT_RUN = {
@@ -383,6 +508,9 @@ NOT_RUN = {
     "PyTorch Geometric": "its examples for several devices need OGB, torch-sparse or pyg-lib, and downloads",
     "Composer, custom_models": "reads its data from a folder at the root of the machine",
     "StyleGAN2-ADA, torchtnt's auto_unit_example": "start their own ranks",
-    "EDM, yolov5, mmengine, fairseq, speechbrain, nanochat, Transformers' examples": "no row in the table yet",
+    "mmengine, speechbrain": "no row in the table yet; mmengine's example downloads CIFAR-10, speechbrain's need torchaudio",
+    "fairseq": "its setup.py wants hydra-core below 1.1 and omegaconf below 2.1, older than those of the other programs",
+    "Transformers' examples": "a snapshot of the repository has 1.3 GB; lockstep's examples/with_trainer.py runs the Trainer",
+    "pytorch/examples: gcn, fast_neural_style, language_translation": "download data, weights or vocabularies; gcn trains on one graph, which ranks cannot divide",
 }
 """Programs that were asked for, and why they have no runs."""

@@ -88,6 +88,9 @@ OTHERS_FAIL = {
 # By design, some of the scripts without an error do not give the same run.
 SOUND = {
     "plain_ddp": (),
+    "sequence_first": (),
+    "optimizer_averages": (),
+    "prepared_gan_noise": ("random numbers in forward",),
     "dropout_seeded_by_rank": ("dropout masks",),
     "local_batchnorm": ("batch norm statistics",),
     "gan_two_optimizers": (),

@@ -14,6 +14,7 @@ import torch.multiprocessing
 from lockstep.data.order import mix, seed_cpu
 from lockstep.errors import ConfigurationError
 from lockstep.loop.instrument import Instrument, in_backward
+from lockstep.parallel.sync_batchnorm import SyncBatchNorm
 from lockstep.study.verify.fingerprint import ModelFingerprint
 from lockstep.study.verify.interventions import NoBatchStatistics
 from lockstep.study.verify.script.data_recorder import NUM_EPOCHS, DataRecorder
@@ -54,6 +55,8 @@ class ScriptRecorder:
             self._draws.turn_off(self._instrument)
         if "batchnorm" in off:
             self._instrument.enter_context(NoBatchStatistics())
+            for kind in (torch.nn.SyncBatchNorm, SyncBatchNorm):  # which compute by themselves otherwise
+                self._instrument.replace(kind, "forward", torch.nn.BatchNorm1d.forward)
         atexit.register(self._write)
 
     def _before_collective(self, name: str, *_args: Any, **_kwargs: Any) -> None:
@@ -77,7 +80,7 @@ class ScriptRecorder:
             {"samples of the data set": 0},  # the sampler, not the data set, says how many there are
             initial,
             tuple(self._updates.steps),
-            {"random": tuple(sorted(self._draws.watch.seen["random"]))},
+            {"random": tuple(sorted(self._draws.watch.seen["random"])), "batchnorm": tuple(self._updates.synchronized)},
             passes=tuple(self._data.passes),
             norms=tuple(sorted(self._updates.norms)),
             precision=self._updates.precision[1],

@@ -45,10 +45,17 @@ def numbers_of(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> tuple[int, ...
 def compare_traces(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> TraceComparison:
     """Compare the updates of one rank with those of N."""
     numbers = numbers_of(one, ranks)
-    comparison = compare(_together([one], numbers), _together(ranks, numbers), one.tolerance)
+    both = _together([one], numbers), _together(ranks, numbers)
+    comparison = compare(*both, one.tolerance, skip=("gradient",) if _are_averaged_in_updates(ranks, numbers) else ())
     # A script may scale the loss of a part as it likes, if its gradients are right.
     is_same = all(difference.kind == "loss" for difference in comparison.differences)
     return replace(comparison, differences=()) if is_same else comparison
+
+
+def _are_averaged_in_updates(ranks: Sequence[ScriptTrace], numbers: Sequence[int]) -> bool:
+    """Return whether optimizers average: gradients differ on the ranks before updates, no parameter does after them."""
+    of_steps = [[rank.steps[number] for rank in ranks] for number in numbers]
+    return any(_unequal(s, "gradient") for s in of_steps) and not any(_unequal(s, "parameter") for s in of_steps)
 
 
 def _together(ranks: Sequence[ScriptTrace], numbers: Sequence[int]) -> list[Trace]:
@@ -61,8 +68,10 @@ def _together(ranks: Sequence[ScriptTrace], numbers: Sequence[int]) -> list[Trac
         # By index if the values of a sample vary; sorted, as ranks may take those of a batch in turn.
         parts = [step.indices if ranks[0].is_augmented or ranks[0].is_padded else step.samples for step in of_ranks]
         samples = tuple(sorted(sample for part in parts for sample in part))
-        if ranks[0].is_padded and any(pass_.is_stream and pass_.is_training for pass_ in ranks[0].passes):
-            samples = (b"",) * len(samples)  # only their number is known
+        trained = [pass_.is_stream for pass_ in ranks[0].passes if pass_.is_training]
+        if ranks[0].is_padded and (any(trained) or not trained):
+            # Only their number is known; without a loader not even that, as the batch may be another dimension.
+            samples = (b"",) * len(samples) * any(trained)
         for rank, step in enumerate(of_ranks):
             steps[rank].append(replace(step, loss=loss, samples=() if rank else samples))
     return [replace(rank, steps=tuple(rank_steps)) for rank, rank_steps in zip(ranks, steps, strict=True)]
@@ -138,7 +147,8 @@ def _of_samples(one: ScriptTrace, ranks: Sequence[ScriptTrace]) -> Iterator[Diag
             if not (one.is_augmented or one.is_padded) and (wrong := other_samples(expected, pass_)):
                 evidence = f"Sample {wrong[0]} of {pass_.dataset} on rank {rank} is not that of one process."
                 yield diagnosis(Cause.DATA, evidence)
-    if sum(parts) == len(ranks) * whole and len(ranks) > 1:
+    is_known = not one.is_padded or any(pass_.is_training for pass_ in ranks[0].passes)
+    if sum(parts) == len(ranks) * whole and len(ranks) > 1 and is_known:
         evidence = f"An update takes {sum(parts)} samples instead of {whole}: {parts[0]} on each of {who}."
         yield diagnosis(Cause.BATCH, evidence)
     if sum(parts) * len(ranks) == whole and len(ranks) > 1:
@@ -236,7 +246,7 @@ def of_ranks(ranks: Sequence[ScriptTrace], norms: Collection[str]) -> Iterator[D
         if outside := [name for name in steps[0].outside if name in unequal]:
             evidence = f"The optimizer updates {', '.join(outside[:3])}, which no data-parallel wrapper has."
             yield diagnosis(Cause.BESIDE, evidence)
-        elif unequal:
+        elif unequal and not _are_averaged_in_updates(ranks, [number]):
             reason = ": forward was called on the module in the wrapper, or backward in no_sync" * steps[0].bypassed
             text = f"The gradient of {unequal[0]} differs between the ranks at the update of step {number}{reason}."
             yield diagnosis(Cause.UNREDUCED, text)
@@ -256,7 +266,7 @@ def of_ranks(ranks: Sequence[ScriptTrace], norms: Collection[str]) -> Iterator[D
         for name, value in steps[0].attributes.items():
             others = [step.attributes.get(name) for step in steps[1:]]
             begun = [rank.steps[0].attributes.get(name) for rank in ranks]
-            if any(other != value for other in others) and begun != [value, *others]:
+            if any(other not in (None, value) for other in others) and begun != [value, *others]:
                 text = f"The attribute {name} has other values on the ranks at step {number}, and changes."
                 yield diagnosis(Cause.STATE, text)
 

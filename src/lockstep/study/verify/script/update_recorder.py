@@ -94,6 +94,7 @@ class UpdateRecorder:
         steps: The updates.
         initial: The parameters before the first.
         norms: Layers of batch norm that normalise with the statistics of this rank's part.
+        synchronized: The other layers of batch norm.
         precision: The lowest in which a model is computed: bytes of a number, and the name.
         engine: ``ddp`` if a model is in a wrapper, otherwise ``none``.
     """
@@ -103,6 +104,7 @@ class UpdateRecorder:
         self.steps: list[ScriptStep] = []
         self.initial: dict[str, Fingerprint] = {}
         self.norms: set[str] = set()
+        self.synchronized: set[str] = set()
         self.precision, self.engine = (16, "fp32"), "none"
         self._models = Models()
         self._num_updates: Counter[int] = Counter()  # by id of the optimizer
@@ -173,8 +175,8 @@ class UpdateRecorder:
             return
         self._called = module
         for name, layer in _named_modules(unwrap(module)):
-            if is_batch_norm(layer) and layer.training and "Sync" not in type(layer).__name__:
-                self.norms.add(name)
+            if is_batch_norm(layer) and layer.training:
+                (self.synchronized if "Sync" in type(layer).__name__ else self.norms).add(name)
         self._note_precision(module)
 
     def _note_precision(self, module: nn.Module) -> None:
@@ -289,7 +291,7 @@ class UpdateRecorder:
         for prefix, module in self._models.roots().items():
             for path, layer in _named_modules(module):
                 for name, tensor in (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)):
-                    if id(tensor) not in named:
+                    if id(tensor) not in named and not tensor.is_meta:  # such as of a model that is only counted
                         named.add(id(tensor))
                         yield f"{prefix}{path}{'.' * bool(path)}{name}", tensor
         for number, group in enumerate(optimizer.param_groups):

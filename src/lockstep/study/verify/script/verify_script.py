@@ -92,7 +92,8 @@ def _judge(
         report(f"found: {finding.cause}. {finding.evidence}")
     result = _with_findings(replace(result, comparison=comparison, explained=comparison.same), findings)
     draws = one.is_augmented or any(step.drawn for step in one.steps)
-    off = ["random"] * draws + ["batchnorm"] * bool(one.norms)
+    # Of samples that are alike, as nothing is drawn, batch norm multiplies the rounding: also if it is synchronised.
+    off = ["random"] * draws + ["batchnorm"] * bool(ranks[0].norms or (draws and ranks[0].seen["batchnorm"]))
     if off and not comparison.same and not _causes(findings) & EXPLAINS:
         clean, failure = runs.run(1, *off)
         clean_ranks, failure = ([], failure) if failure else runs.run(len(ranks), *off)
@@ -103,7 +104,7 @@ def _judge(
         without = compare_traces(one, ranks)
         result = replace(result, rows=(Row(*trial, str(without), without.same),), explained=without.same)
         if without.same:
-            by_design = dict(_by_design(off, one))
+            by_design = dict(_by_design(off, one, ranks[0].norms))
             apart_from = () if findings else tuple(by_design)
             findings += [] if Cause.MASKS in _causes(findings) else by_design.values()
             return replace(_with_findings(result, findings), apart_from=apart_from)
@@ -146,10 +147,10 @@ def _causes(findings: Sequence[Diagnosis]) -> set[Cause]:
     return {finding.cause for finding in findings}
 
 
-def _by_design(off: Sequence[str], one: ScriptTrace) -> Iterator[tuple[str, Diagnosis]]:
+def _by_design(off: Sequence[str], one: ScriptTrace, norms: Sequence[str]) -> Iterator[tuple[str, Diagnosis]]:
     """Yield what makes the runs differ, if they are the same without it, each with its diagnosis."""
     draws = one.seen["random"]
-    found = [*by_design(draws, one.norms)]
+    found = [*by_design(draws, norms)]
     if "random" in off and not draws:
         found.insert(0, ("random augmentation", Cause.RANDOM, "Each rank draws its own random numbers for samples."))
     is_prepared = any(pass_.is_prepared for pass_ in one.passes)

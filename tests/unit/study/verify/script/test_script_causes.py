@@ -75,6 +75,26 @@ def test_an_update_may_depend_on_the_rank():
     assert (cause.cause, cause.evidence) == (Cause.UPDATE, text)
 
 
+def test_an_attribute_that_a_rank_lacks_is_not_another_value():
+    # Of an average of the weights, which only rank 0 keeps.
+    ranks = [
+        trace(step(0, [0], attributes={}), step(1, [1], attributes={"Average:n": 2})),
+        trace(step(0, [2], attributes={}), step(1, [3], attributes={})),
+    ]
+    assert list(of_ranks(ranks, ())) == []
+    ranks = [trace(step(0, [0], attributes={"n": 1}), step(1, [1], attributes={"n": value})) for value in (1, 2)]
+    assert [each.cause for each in of_ranks(ranks, ())] == [Cause.STATE]
+
+
+def test_gradients_may_be_averaged_in_the_update():
+    one = trace(step(0, [0, 1], gradient=2.0))
+    ranks = [trace(step(0, [0], gradient=1.0)), trace(step(0, [1], gradient=3.0))]
+    assert compare_traces(one, ranks).same
+    assert list(of_ranks(ranks, ())) == []
+    ranks = [trace(step(0, [0], gradient=1.0, parameter=0.9)), trace(step(0, [1], gradient=3.0, parameter=1.1))]
+    assert [each.cause for each in of_ranks(ranks, ())] == [Cause.UNREDUCED]
+
+
 def test_an_update_that_differs_on_all_ranks_is_told_from_its_gradient():
     one, ranks = trace(step(0, [0, 1])), [trace(step(0, [0], parameter=3.0)), trace(step(0, [1], parameter=3.0))]
     (cause,) = of_means(one, ranks, compare_traces(one, ranks).differences[0])
