@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from lockstep import launch
-from lockstep.base.env import usable_cores
 from lockstep.launcher import fork_server
 from tests import forking
 from tests.distributed.commands import lockstep
@@ -167,15 +166,3 @@ def test_a_job_outlives_its_fork_server(tmp_path):
     done = lockstep("run", "--devices", "1", "--max-restarts", "1", str(tmp_path / "train.py"))
     assert (done.out, done.code) == ("True\nTrue\n", 0)  # of another server
     assert "the process that forks ranks has ended; another one is started" in done.err
-
-
-def test_each_process_has_the_threads_of_its_own_environment(tmp_path):
-    """One server forks them all; it takes over the number that one of them was given, and each still has its own."""
-    script = tmp_path / "count.py"
-    script.write_text("import torch\nprint(torch.get_num_threads())")
-    environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    found = []
-    for given in ({"OMP_NUM_THREADS": "3"}, {}, {"OMP_NUM_THREADS": "5"}, {"OMP_NUM_THREADS": "3"}):
-        done = subprocess.run([sys.executable, script], env=environ | given, capture_output=True, text=True, check=True)
-        found.append(int(done.stdout))
-    assert found == [3, usable_cores(), 5, 3]

@@ -265,7 +265,7 @@ def serve(connection: socket.socket) -> list[str]:
     """Fork a process for each request until the launcher is gone; return in each child, with its arguments."""
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in END_SIGNALS}  # it ends with its launcher
     bootstrap.set_title("fork server")
-    num_threads = os.environ.get("OMP_NUM_THREADS", "")
+    environ = dict(os.environ)
     os.closerange(3, connection.fileno())
     os.closerange(connection.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
     null = os.open(os.devnull, os.O_RDWR)
@@ -280,10 +280,6 @@ def serve(connection: socket.socket) -> list[str]:
         if isinstance(request, list):
             import_modules(request)
             continue
-        threads = request["environ"].get("OMP_NUM_THREADS", "")
-        # Here, once: in each rank OpenBLAS would start threads for it, which spin at first.
-        if threads not in ("", num_threads) and "torch" in sys.modules:
-            _set_num_threads(num_threads := threads)
         if (between := os.fork()) == 0:
             between = os.getpid()
             if _is_bound_to_device() or os.fork() > 0:
@@ -298,8 +294,8 @@ def serve(connection: socket.socket) -> list[str]:
             for number, handler in handlers.items():
                 is_default = handler in (signal.SIG_DFL, end_early) and number == signal.SIGINT
                 signal.signal(number, signal.default_int_handler if is_default else handler)
-            if threads != num_threads:
-                _set_num_threads(threads or str(usable_cores()))
+            if (threads := os.environ.get("OMP_NUM_THREADS", "")) != environ.get("OMP_NUM_THREADS", ""):
+                _set_num_threads(threads)
             os.write(reply, str(os.getpid()).encode())
             os.close(reply)
             return list(request["args"])
