@@ -149,7 +149,7 @@ STUCK = """
 import os, subprocess, sys
 import pytest
 from bench import gpu_tests
-gpu_tests.STACKS_S = 2.0
+gpu_tests.STACKS_S = 1.0
 
 def test_passes(): pass
 
@@ -175,7 +175,7 @@ def test_tests_that_hang_or_die_are_named_and_the_others_run(tmp_path):
     (tmp_path / "test_broken.py").write_text("import nothing_there")
     files = [tmp_path / f"test_{name}.py" for name in ("stuck", "one", "broken")]
     kept = []
-    found = gpu_tests.run(files, 200.0, tmp_path, kept.append, root=tmp_path, test_s=4.0)
+    found = gpu_tests.run(files, 200.0, tmp_path, kept.append, root=tmp_path, test_s=3.0)
     assert sorted(found["problems"]) == [
         "test_broken.py error",
         "test_stuck.py::test_dies failed",
@@ -184,7 +184,7 @@ def test_tests_that_hang_or_die_are_named_and_the_others_run(tmp_path):
     ]
     assert found["counts"] == {"passed": 3, "failed": 2, "hung": 1, "skipped": 1, "error": 1}
     reason = found["reasons"]["test_stuck.py::test_hangs"]
-    assert reason.startswith("It did not end within 4 s.\n") and "in test_hangs" in reason and "in stuck" in reason
+    assert reason.startswith("It did not end within 3 s.\n") and "in test_hangs" in reason and "in stuck" in reason
     assert "assert 1 == 2" in found["reasons"]["test_stuck.py::test_fails"]
     assert "exit status 7" in found["reasons"]["test_stuck.py::test_dies"]
     assert found["left_out"] == [] and kept[-1] == found

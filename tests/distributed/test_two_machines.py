@@ -73,7 +73,7 @@ def test_two_machines_form_one_world(machines, tmp_path, meeting):
 
 @pytest.mark.parametrize(
     ("mended_after_s", "limit_s"),
-    [pytest.param(5.0, "6", marks=pytest.mark.soak), pytest.param(20.0, "22", marks=pytest.mark.soak), (None, "2")],
+    [pytest.param(5.0, "6", marks=pytest.mark.soak), pytest.param(20.0, "22", marks=pytest.mark.soak), (None, "1")],
     ids=["mended", "mended late", "cut"],
 )
 def test_a_cable_that_is_cut(machines, tmp_path, monkeypatch, mended_after_s, limit_s):

@@ -85,7 +85,7 @@ def outcomes(tmp_path_factory, request):
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
     def start(mode):
-        return mode, lockstep("run", "--devices", "2", "--watchdog", "6", str(script), mode, timeout=90, env=environ)
+        return mode, lockstep("run", "--devices", "2", "--watchdog", "4", str(script), mode, timeout=90, env=environ)
 
     modes = {item.callspec.params["mode"] for item in request.session.items if item.path == request.path}
     with ThreadPoolExecutor(3) as pool:  # they mostly sleep
@@ -104,5 +104,5 @@ def test_a_rank_that_others_wait_for_on_their_devices_is_named(outcomes, mode):
     # The host is ahead of its device.
     text = re.sub(r"(waits for .*)\[in step \d+( \(\w+\))?\]", r"\1[in step N]", text)
     text = re.sub(r"all_?reduce of \d+ elements, number \d+, \w+", "RECORD", text)
-    head = "lockstep: The job hangs: ranks have waited for each other for more than 6 s.\n"
+    head = "lockstep: The job hangs: ranks have waited for each other for more than 4 s.\n"
     assert text.startswith(head + EXPECTED[mode]), text

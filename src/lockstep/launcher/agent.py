@@ -82,6 +82,8 @@ class Agent(LocalElasticAgent):
         # What torchrun's flags say about ranks, logs and NUMA bindings: the settings that both have in this torch.
         common = {item.name: getattr(config, item.name) for item in fields(WorkerSpec) if hasattr(config, item.name)}
         common |= {"local_world_size": config.nproc_per_node, "entrypoint": command[0], "args": command[1:]}
+        # torch sleeps so long, and refuses 0; `_monitor_workers` waits, which the end of the ranks ends.
+        common["monitor_interval"] = 0.001
         spec = WorkerSpec(**common, rdzv_handler=handler)
         # How long ranks may take to end after a signal: an argument since torch 2.13.
         patience: dict[str, Any] = {name: value for name, value in vars(config).items() if name == "shutdown_timeout"}
@@ -214,19 +216,11 @@ class Agent(LocalElasticAgent):
                 server=self.job.server,
             )
             if self._board is not None:
-                self._machines = replacement.machines = Machines(
-                    self.job.folder,
-                    list(workers),
-                    self._board,
-                    self.config.local_addr or socket.getfqdn(),
-                    worker_group.group_rank if self._joins is None else self.config.rdzv_configs.get("rank"),
-                    cast(int, worker_group.group_world_size),
-                    self.config.min_nodes,
-                    self.config.max_nodes,
-                    self.num_restarts,
-                    self.job.lighthouse,
-                    self._joins,
-                )
+                node = worker_group.group_rank if self._joins is None else self.config.rdzv_configs.get("rank")
+                place = self.job.folder, list(workers), self._board, self.config.local_addr or socket.getfqdn(), node
+                sizes = cast(int, worker_group.group_world_size), self.config.min_nodes, self.config.max_nodes
+                machines = Machines(*place, *sizes, self.num_restarts, self.job.lighthouse, self._joins)
+                self._machines = replacement.machines = machines
         if self.job.log_tail is not None:
             self.job.log_tail.started(self.job.ranks)
 
@@ -325,6 +319,10 @@ class Agent(LocalElasticAgent):
                 self.job.log_tail.started(ranks)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        # The watcher ends with the last rank. If only some have ended, others may fail before the next poll, as ever.
+        watcher = cast(RankProcesses, self._pcontext).watcher
+        wait = watcher.join if watcher is not None and watcher.is_alive() else time.sleep
+        wait(self.config.monitor_interval)
         is_to_poll = self._replace_lost(worker_group)
         if time.monotonic() > self.job.stop_by_s:
             self.job.reaper.kill_ranks()
