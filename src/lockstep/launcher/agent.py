@@ -216,11 +216,19 @@ class Agent(LocalElasticAgent):
                 server=self.job.server,
             )
             if self._board is not None:
-                node = worker_group.group_rank if self._joins is None else self.config.rdzv_configs.get("rank")
-                place = self.job.folder, list(workers), self._board, self.config.local_addr or socket.getfqdn(), node
-                sizes = cast(int, worker_group.group_world_size), self.config.min_nodes, self.config.max_nodes
-                machines = Machines(*place, *sizes, self.num_restarts, self.job.lighthouse, self._joins)
-                self._machines = replacement.machines = machines
+                self._machines = replacement.machines = Machines(
+                    self.job.folder,
+                    list(workers),
+                    self._board,
+                    self.config.local_addr or socket.getfqdn(),
+                    worker_group.group_rank if self._joins is None else self.config.rdzv_configs.get("rank"),
+                    cast(int, worker_group.group_world_size),
+                    self.config.min_nodes,
+                    self.config.max_nodes,
+                    self.num_restarts,
+                    self.job.lighthouse,
+                    self._joins,
+                )
         if self.job.log_tail is not None:
             self.job.log_tail.started(self.job.ranks)
 
