@@ -92,7 +92,8 @@ def test_who_normalises_apart_is_said_and_can_be_made_alike(run, monkeypatch):
         "--strategies",
         "dp,torch-ddp,ddp,ddp-zero1,ddp-local-bn",
     ]
-    _, record = run(2, 16, *flags)
+    out, record = run(2, 16, *flags)
+    assert "ddp-local-bn is ddp with --no-sync-batchnorm." in [line.strip() for line in out]
     assert record["setup"]["norms_apart"] == ["dp", "torch-ddp", "ddp-local-bn"]
     assert any(
         text.startswith(

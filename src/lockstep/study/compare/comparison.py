@@ -66,7 +66,7 @@ class Candidate:
     """One strategy's figures.
 
     Attributes:
-        strategy: The name that ``lockstep train --strategy`` knows it by.
+        strategy: The name that ``lockstep train --strategy`` knows it by; or `LOCAL_BN`.
         num_threads: Threads that one process, or one replica of a process, computes with on CPU.
         turns: One a round.
         losses: Loss of every optimizer step, the warm-up's included.
@@ -256,6 +256,8 @@ def footnotes(comparison: Comparison) -> list[str]:
         single, *others = (f"{candidate.strategy} {candidate.num_threads}" for candidate in comparison.contenders)
         single_threads = f"{single} (the faster of 1 and {setup.num_cores})" if setup.num_cores > 1 else single
         notes.append(f"Threads of each process or replica: {', '.join([single_threads, *others])}.")
+    if comparison.find(LOCAL_BN):
+        notes.append(f"{LOCAL_BN} is ddp with --no-sync-batchnorm.")
     if comparison.single.peak_bytes:
         notes.append(_PEAKS_ON_CPU if setup.device == "cpu" else _PEAKS)
     return notes + ["{strategy} was left out: {reason}".format(**omission) for omission in comparison.left_out]
